@@ -94,7 +94,7 @@ def launched_with(splits=None, **options):
     from hstu_sparse.core.launch import override
 
     with (
-        override(launch.splits_of, lambda chosen, *_: splits or chosen),
+        override(launch.num_splits, lambda chosen, *_: splits or chosen),
         override(launch.tile, lambda chosen, *_: chosen.replace(**options)),
     ):
         yield

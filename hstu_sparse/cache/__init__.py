@@ -1,12 +1,15 @@
-"""Store keys and values in pages: the pool for serving and the RotateKV cache, and RotateKV's codes.
+"""Store keys and values in pages, uncompressed or as RotateKV codes.
 
-format.py    `PageFormat`, the content of a page and its size in bytes
-pool.py      `PagePool`, the pages of all layers and their assignment to sequences
-store.py     reading and writing pages and codes in plain PyTorch: the specification of the kernels
-files.py     a pool's sequences in one file
-codec.py     quantising, packing and unpacking in kernels
-encode.py    the kernels that write pages; decode.py: those that restore keys and values from codes; launch.py
-paged/       attention of new tokens to pages: the kernel of `paged_attention` and of rotatekv/
+format.py    `PageFormat`: the tensors of a page and its size in bytes
+pool.py      `PagePool`: the pages of all layers and their assignment to sequences
+store.py     the specification in plain PyTorch: read and write pages, quantise and pack
+files.py     save sequences of a pool in a file, and load them
+codec.py     device functions: quantise, pack and unpack
+encode.py    kernels that write pages
+decode.py    kernels that restore keys and values from codes
+launch.py    launches of these kernels
+paged/       attention of new tokens to pages
+rotatekv/    RotateKV over jagged tensors
 """
 
 from hstu_sparse.cache.format import PageFormat

@@ -1,11 +1,11 @@
-"""Define what the kernels on pages share: their arguments, and packing, quantisation and the Hadamard transform.
+"""Define what the kernels on pages share: arguments, packing, quantisation and the Hadamard transform.
 
 Letters: T tokens, H heads, D query/key and V value head size, R tokens of a tile, BW channels of a block, C channels of
 a head group.
 
-A transform of C = blocks * BW channels is Sylvester's matrix of BW on each block, a product for the tensor cores, and
-sums and differences of whole blocks: sign(i, o) = (-1) ** popcount(i & o) for block i of the input and o of the output.
-Codes enter that product as they are, small whole numbers: it is exact, and scale and zero come after it.
+The Hadamard transform of C = blocks * BW channels multiplies each block by Sylvester's matrix of BW, on tensor cores,
+and adds and subtracts blocks: block i contributes to output block o with the sign (-1) ** popcount(i & o). Codes are
+transformed as small integers, which is exact; scale and zero are applied afterwards.
 """
 
 from typing import NamedTuple
@@ -16,21 +16,21 @@ import triton.language as tl
 
 from hstu_sparse.tiles.rows import opaque
 
-# Adding and subtracting it rounds fp32 numbers below 2^22 to the nearest whole number, halves to the even one.
+# Adding and subtracting this number rounds fp32 numbers below 2^22 to the nearest integer, ties to even.
 ROUND = tl.constexpr(12582912.0)
 
 
 class Form(NamedTuple):
-    """The content of a page, as constants of the kernels.
+    """The page format as constants of the kernels.
 
-    H, G, D, V                heads, heads of a group, channels of a head of queries and keys, and of values
+    H, G, D, V                heads, heads of a head group, head size of queries and keys, head size of values
     CODED                     D, padded with zeros for the Hadamard transform
-    PAGE, SINKS               slots of a page, and whether the first tokens of a sequence are stored elsewhere
-    BITS                      bits of a code, 0 for uncompressed keys and values
-    SPARSE, KEPT              whether keys are pruned, and the number of channels that remain
-    K_BLOCK, K_BLOCKS         channels of a block of a head group's keys, and the blocks
-    K_WORDS, K_GROUPS         32-bit words of a block's codes (SPARSE: of a token's), and quantisation groups
-    V_BLOCK to V_GROUPS       the same of values
+    PAGE, SINKS               slots of a page, whether there are sinks
+    BITS                      bits of a code; 0 for uncompressed keys and values
+    SPARSE, KEPT              whether keys are pruned, the number of channels that are kept
+    K_BLOCK, K_BLOCKS         channels of a block of keys, blocks of a head group
+    K_WORDS, K_GROUPS         32-bit words of the codes of a block (SPARSE: of a token), quantisation groups
+    V_BLOCK to V_GROUPS       the same for values
     """
 
     H: int
@@ -54,10 +54,10 @@ class Form(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The tensors of a pool's layer as kernels take them: see `PageFormat.shapes`; None for absent ones.
+    """The tensors of a layer of a pool, see `PageFormat.shapes`; None for absent tensors.
 
     k, v                codes, or uncompressed keys and values
-    k_ranges, v_ranges  scales and zeros of codes, an int32 for both
+    k_ranges, v_ranges  scale and zero of each quantisation group, two fp16 numbers in an int32
     """
 
     k: torch.Tensor
@@ -69,14 +69,14 @@ class Pages(NamedTuple):
     sink_v: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, tensors: dict[str, torch.Tensor]) -> "Pages":
+    def from_tensors(cls, tensors: dict[str, torch.Tensor]) -> "Pages":
         named = {name.removesuffix("_codes"): x for name, x in tensors.items()}
         return cls(**{name: x.view(torch.int32) if name.endswith("ranges") else x for name, x in named.items()})
 
 
 @triton.jit
 def odd(i, j):
-    """Return popcount(i & j) & 1, for numbers below 2^16."""
+    """Return popcount(i & j) & 1 for numbers below 2^16."""
     parity = i & j
     parity ^= parity >> 8
     parity ^= parity >> 4
@@ -87,13 +87,13 @@ def odd(i, j):
 
 @triton.jit
 def sign(i, j):
-    """Return (-1) ** popcount(i & j), fp32, for numbers below 2^16."""
+    """Return (-1) ** popcount(i & j) in fp32 for numbers below 2^16."""
     return 1.0 - 2.0 * odd(i, j).to(tl.float32)
 
 
 @triton.jit
-def fields(words, PLANE: tl.constexpr, WIDTH: tl.constexpr):
-    """Unpack codes [R, WIDTH] int32 from words [R, COUNT] of one plane."""
+def unpack_fields(words, PLANE: tl.constexpr, WIDTH: tl.constexpr):
+    """Unpack codes [R, WIDTH] int32 from the words [R, COUNT] of a plane."""
     R: tl.constexpr = words.shape[0]
     COUNT: tl.constexpr = words.shape[1]
     CHUNK: tl.constexpr = COUNT if COUNT < 4 else 4
@@ -103,10 +103,10 @@ def fields(words, PLANE: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def quick_fields(words, PLANE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr):
-    """Unpack 2 ** PLANE + codes [R, WIDTH] in a 16-bit float type, two at a time and without a conversion.
+def unpack_float_fields(words, PLANE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr):
+    """Unpack 2 ** PLANE + codes [R, WIDTH] in a 16-bit float type, two at a time and without conversion to float.
 
-    The codes become the top of the mantissa of 2 ** PLANE, where a step is worth 1.
+    A code becomes the highest bits of the mantissa of 2 ** PLANE, the lowest of which is worth 1.
     """
     R: tl.constexpr = words.shape[0]
     COUNT: tl.constexpr = words.shape[1]
@@ -128,26 +128,26 @@ def load_codes(
     base, row, mask, BITS: tl.constexpr, DTYPE: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Load OFFSET + codes [R, WIDTH] of DTYPE from rows [R] of WORDS words each; OFFSET: see `launch.code_offset`."""
+    """Load OFFSET + codes [R, WIDTH] as DTYPE from rows [R] of WORDS words each. OFFSET: see `launch.code_offset`."""
     if BITS == 3:
-        # Rows of 3 or 6 words are aligned to 1 or 2 words. Triton 3.6 assumes that a masked load of page numbers, times
-        # the slots of a page, plus the slot, is a multiple of the slots, and reads 8 or 16 bytes at once.
+        # Rows of 3 or 6 words are aligned to 1 or 2 words. Triton 3.6 wrongly infers from the product of a loaded page
+        # number and the slots of a page that rows are aligned to 8 or 16 bytes: hence `opaque`.
         row = opaque(row)
     pointers = base + row[:, None] * WORDS
     LOW: tl.constexpr = 2 if BITS == 3 else BITS
     COUNT: tl.constexpr = WIDTH * LOW // 32 if WIDTH * LOW >= 32 else 1
     words = tl.load(pointers + tl.arange(0, COUNT)[None, :], mask[:, None], 0)
     if OFFSET:
-        codes = quick_fields(words, LOW, DTYPE, WIDTH)
+        codes = unpack_float_fields(words, LOW, DTYPE, WIDTH)
     else:
-        codes = fields(words, LOW, WIDTH).to(DTYPE)
+        codes = unpack_fields(words, LOW, WIDTH).to(DTYPE)
     if BITS == 3:
         HIGH: tl.constexpr = WIDTH // 32 if WIDTH >= 32 else 1
         words = tl.load(pointers + COUNT + tl.arange(0, HIGH)[None, :], mask[:, None], 0)
         if OFFSET:
-            codes = (codes + 4 * quick_fields(words, 1, DTYPE, WIDTH)).to(DTYPE)
+            codes = (codes + 4 * unpack_float_fields(words, 1, DTYPE, WIDTH)).to(DTYPE)
         else:
-            codes = (codes + 4 * fields(words, 1, WIDTH).to(DTYPE)).to(DTYPE)
+            codes = (codes + 4 * unpack_fields(words, 1, WIDTH).to(DTYPE)).to(DTYPE)
     return codes
 
 
@@ -155,9 +155,9 @@ def load_codes(
 def load_kept(
     base, row, mask, is_kept, before, BITS: tl.constexpr, DTYPE: tl.constexpr, KEPT: tl.constexpr, WORDS: tl.constexpr
 ):
-    """Load the codes [R, BW] of DTYPE of the channels that `is_kept` (int32 0 or 1) marks, else 0.
+    """Load the codes [R, BW] as DTYPE of the channels where `is_kept` (int32) is 1; 0 elsewhere.
 
-    row: [R] of WORDS words each, which hold KEPT codes in sequence; before: [R], the number of codes before this block.
+    row: [R], rows of WORDS words, with KEPT codes each. before: [R], the number of kept channels before this block.
     """
     rank = before[:, None] + tl.cumsum(is_kept, 1) - is_kept
     inside = mask[:, None] & (is_kept != 0)
@@ -174,7 +174,7 @@ def load_kept(
 
 @triton.jit
 def store_plane(pointers, mask, codes, PLANE: tl.constexpr):
-    """Pack the low PLANE bits of codes [R, WIDTH] into words from pointers [R, 1] on."""
+    """Pack the low PLANE bits of codes [R, WIDTH] into words at pointers [R, 1]."""
     R: tl.constexpr = codes.shape[0]
     WIDTH: tl.constexpr = codes.shape[1]
     COUNT: tl.constexpr = WIDTH * PLANE // 32 if WIDTH * PLANE >= 32 else 1
@@ -199,22 +199,22 @@ def store_codes(base, row, mask, codes, BITS: tl.constexpr, WORDS: tl.constexpr)
 
 
 @triton.jit
-def halves_of(x):
-    """Return the two fp16 numbers in each int32 as fp32: scale and zero of a quantisation group."""
+def unpack_halves(x):
+    """Return (scale, zero) in fp32 from int32 numbers that contain both in fp16."""
     low = x.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return low, (x >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def store_range(pointers, mask, scale, zero):
-    """Write fp16 scales and zeros side by side, as `halves_of` reads them."""
+    """Write fp16 scales and zeros in the form that `unpack_halves` reads."""
     low = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     tl.store(pointers, low | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16), mask)
 
 
 @triton.jit
 def store_kept(base, row, mask, codes, is_kept, before, BITS: tl.constexpr, KEPT: tl.constexpr, WORDS: tl.constexpr):
-    """Pack the marked codes of [R, BW] int32 after the `before` [R] earlier ones; the words must be zero there."""
+    """Pack the codes [R, BW] int32 where `is_kept` is 1, after `before` [R] earlier codes. The words must be zero."""
     rank = before[:, None] + tl.cumsum(is_kept, 1) - is_kept
     inside = mask[:, None] & (is_kept != 0)
     pointers = base + row[:, None] * WORDS
@@ -227,9 +227,9 @@ def store_kept(base, row, mask, codes, is_kept, before, BITS: tl.constexpr, KEPT
 
 @triton.jit
 def value_range(least, most, INSET: tl.constexpr, LEVELS: tl.constexpr):
-    """Return (scale, zero) fp16 for numbers from `least` to `most`, leaving out INSET of the range at either end.
+    """Return (scale, zero) fp16 of codes for numbers from `least` to `most`, without INSET of the range at either end.
 
-    Infinite bounds mean that there are no numbers.
+    If least > most there are no numbers, and both are 0.
     """
     empty = least > most
     least = tl.where(empty, 0.0, least)
@@ -244,7 +244,7 @@ def value_range(least, most, INSET: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def encode(x, scale, zero, LEVELS: tl.constexpr):
-    """Return the codes int32 of x [R, BW] with the stored scale and zero [R] fp16."""
+    """Return the codes int32 of x [R, BW] for scale and zero [R] fp16."""
     scale = scale.to(tl.float32)
     some = scale > 0.0
     inverse = tl.where(some, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(some, scale, 1.0)), 0.0)
@@ -254,10 +254,10 @@ def encode(x, scale, zero, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return masks (int32 0 or 1) of a token's KEPT greatest magnitudes in blocks x [R, BW], ties to the first.
+def largest_mask(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return masks (int32 0 or 1) of the KEPT largest magnitudes of each token in blocks x [R, BW]; ties: the first.
 
-    Magnitudes are ordered as their bits are, so that the least one to keep is determined bit by bit.
+    The bits of positive floats have the order of the floats: the smallest magnitude to keep is found bit by bit.
     """
     R: tl.constexpr = x[0].shape[0]
     least = tl.zeros([R], tl.int32)
@@ -283,7 +283,7 @@ def greatest(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def butterfly(x, BLOCKS: tl.constexpr, STRIDE: tl.constexpr):
-    """Apply Sylvester's transform, without its scale, across a tuple of BLOCKS runs of STRIDE blocks each."""
+    """Apply the unscaled Hadamard transform across the blocks b, b + STRIDE, ... of a tuple, BLOCKS of each."""
     for stage in tl.static_range(10):
         if 1 << stage < BLOCKS:
             y = ()
@@ -301,10 +301,10 @@ def load_block(
     x, token, mask, first_head, order, b: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr, BW: tl.constexpr,
     REAL: tl.constexpr,
 ):  # fmt: skip
-    """Load block b of a head group's channels of `Rows`, [R, BW]: CHANNELS of heads of SIZE from first_head on.
+    """Load block b [R, BW] of the CHANNELS of a head group from x (`Rows`), whose first head is first_head.
 
-    order: pointer to their permutation, or None. The block is zero outside of the mask, after the last channel, and
-    after the REAL channels of a head.
+    order: pointer to a permutation of the channels, or None. Heads have SIZE channels, which are 0 from REAL on. The
+    block is 0 outside of the mask and after the last channel.
     """
     place = tl.arange(0, BW)
     row = x.pointer + token[:, None] * x.stride_t + first_head.to(tl.int64) * x.stride_h

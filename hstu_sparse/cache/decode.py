@@ -1,4 +1,4 @@
-"""Restore keys and values from codes: device functions, and the kernels of decompression and of the round trip.
+"""Restore keys and values from codes: device functions, and the kernels of decompression and of a round trip.
 
 Letters: T tokens, B sequences, P columns of a page table, S sink tokens, H heads, D query/key and V value head size, C
 key channels of a head group, R tokens of a tile, BW channels of a block of codes, OW channels of an output block.
@@ -16,11 +16,11 @@ from hstu_sparse.tiles.rows import locate
 def matrix_block(
     i: tl.constexpr, first, order, DTYPE: tl.constexpr, BW: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr
 ):
-    """Return the signs [BW, PAD] of block i of the codes in OW channels from `first` on: 1 and -1, 0 behind OW.
+    """Return the signs [BW, PAD] with which block i of the codes enters OW channels from `first` on; 0 after OW.
 
-    order: the index of each channel among the permuted ones; without it the sign of the blocks is left out. DTYPE: of
-    16 bits. The numbers are built from their bits: converted ones are stored two in a register, and in kernels for
-    which ptxas 12.8 spills 4 KB a thread it reloaded one of the two before both were stored (`ahead.early_reloads`).
+    order: the inverse permutation of the channels; without it, the sign of the whole block is left out. DTYPE: a 16-bit
+    type. The numbers are built from bits, since ptxas 12.8 miscompiles a conversion in kernels that spill 4 KB a
+    thread: it reloads a pair of numbers before both are stored (`ahead.early_reloads`).
     """
     row = tl.arange(0, BW)
     column = tl.arange(0, PAD)
@@ -41,21 +41,23 @@ def restored_blocks(
     codes, marks, scales, zeros, factor, first, order, form, OFFSET: tl.constexpr, OW: tl.constexpr, PAD: tl.constexpr,
     OUT: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Return a tuple of OUT blocks [R, PAD] fp32 of restored keys, OW channels each, times `factor` C ** 0.5.
+    """Return a tuple of OUT blocks [R, PAD] fp32 of restored keys, OW channels each, times factor * C ** 0.5.
 
-    codes: tuple of blocks [R, BW], OFFSET above the codes; marks: the same of 0 and 1, if SPARSE; scales, zeros: tuples
-    of [R] fp32, of the quantisation groups. first: first channel of the first output block, a multiple of OUT * OW;
-    SPAN: how many of these blocks have different columns of Sylvester's matrix of BW.
+    Args:
+        codes: tuple of blocks [R, BW] of codes plus OFFSET.
+        marks: tuple of blocks [R, BW], 1 for kept channels and 0 for pruned ones; empty unless SPARSE.
+        scales, zeros: tuples of [R] fp32 for each quantisation group.
+        first: the first channel of the first output block, a multiple of OUT * OW.
+        SPAN: the number of output blocks with different columns of Sylvester's matrix of BW.
     """
     R: tl.constexpr = codes[0].shape[0]
     BW: tl.constexpr = form.K_BLOCK
     BLOCKS: tl.constexpr = form.K_BLOCKS
     PER: tl.constexpr = BLOCKS // form.K_GROUPS
-    # Whole output blocks: the transform across blocks sums blocks with equal indices modulo SPAN, with the signs of the
-    # blocks from `first` on, and ends in a butterfly.
+    # The transform across whole blocks first sums blocks whose indices are equal modulo WHOLE, with the signs for
+    # `first`, and then applies a butterfly.
     WHOLE: tl.constexpr = OUT // SPAN
-    # Codes and signs are exact in 16 bits; in 32 the matrices of 256 channels with an order needed more shared memory
-    # than available.
+    # Codes and signs are exact in 16 bits. 32-bit matrices of 256 channels with an order exceed the shared memory.
     NARROW: tl.constexpr = codes[0].dtype if codes[0].dtype.primitive_bitwidth == 16 else tl.float16
     restored = ()
     constants = ()
@@ -100,16 +102,16 @@ def restored_blocks(
     for o in tl.static_range(OUT):
         x = restored[o]
         if not form.SPARSE:
-            # A term that is constant over all channels of a block only affects the first column of Sylvester's matrix.
-            alike = ((first + o % SPAN * OW) % BW + tl.arange(0, PAD) == 0).to(tl.float32) * BW
-            x += constants[o][:, None] * alike[None, :]
+            # A term that is constant over the channels of a block only changes the first channel of the result.
+            first_column = ((first + o % SPAN * OW) % BW + tl.arange(0, PAD) == 0).to(tl.float32) * BW
+            x += constants[o][:, None] * first_column[None, :]
         outputs += (x,)
     return codec.butterfly(outputs, WHOLE, SPAN)
 
 
 @triton.jit
 def load_keys(source, row, slot, mask, form, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
-    """Load (codes, marks, scales, zeros) of keys in `Pages` for `restored_blocks`; row: [R] page and head group."""
+    """Load (codes, marks, scales, zeros) for `restored_blocks`. source: `Pages`; row: [R] page and head group."""
     R: tl.constexpr = slot.shape[0]
     BLOCKS: tl.constexpr = form.K_BLOCKS
     GROUPS: tl.constexpr = form.K_GROUPS
@@ -118,10 +120,10 @@ def load_keys(source, row, slot, mask, form, DTYPE: tl.constexpr, OFFSET: tl.con
     before = tl.zeros([R], tl.int32)
     for i in tl.static_range(BLOCKS):
         if form.SPARSE:
-            # A tile of TILE tokens in pages of the same size is one page.
+            # A tile has the tokens of one page.
             column = i * form.K_BLOCK + tl.arange(0, form.K_BLOCK)
-            some = (column >= 0) & (tl.max(mask.to(tl.int32), 0) > 0)
-            word = tl.load(source.k_bitmap + tl.max(row, 0) * (form.CODED * form.G) + column, some, 0)
+            not_empty = (column >= 0) & (tl.max(mask.to(tl.int32), 0) > 0)
+            word = tl.load(source.k_bitmap + tl.max(row, 0) * (form.CODED * form.G) + column, not_empty, 0)
             bit = ((word[None, :] >> slot[:, None].to(tl.int64)) & 1).to(tl.int32)
             at = row * form.PAGE + slot
             codes += (codec.load_kept(source.k, at, mask, bit, before, form.BITS, DTYPE, form.KEPT, form.K_WORDS),)
@@ -134,7 +136,7 @@ def load_keys(source, row, slot, mask, form, DTYPE: tl.constexpr, OFFSET: tl.con
     zeros = ()
     for g in tl.static_range(GROUPS):
         at = (row * GROUPS + g) * form.PAGE + slot
-        scale, zero = codec.halves_of(tl.load(source.k_ranges + at, mask, 0))
+        scale, zero = codec.unpack_halves(tl.load(source.k_ranges + at, mask, 0))
         scales += (scale,)
         zeros += (zero,)
     return codes, marks, scales, zeros
@@ -142,16 +144,16 @@ def load_keys(source, row, slot, mask, form, DTYPE: tl.constexpr, OFFSET: tl.con
 
 @triton.jit
 def load_values(source, row, slot, mask, b, form, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
-    """Load (OFFSET + codes [R, BW], scale, zero [R]) of block b of values in `Pages`."""
+    """Load (OFFSET + codes [R, BW], scale [R], zero [R]) of block b of values. source: `Pages`."""
     at = (row * form.V_GROUPS + b // (form.V_BLOCKS // form.V_GROUPS)) * form.PAGE + slot
-    scale, zero = codec.halves_of(tl.load(source.v_ranges + at, mask, 0))
+    scale, zero = codec.unpack_halves(tl.load(source.v_ranges + at, mask, 0))
     at = (row * form.V_BLOCKS + b) * form.PAGE + slot
     return codec.load_codes(source.v, at, mask, form.BITS, DTYPE, OFFSET, form.V_BLOCK, form.V_WORDS), scale, zero
 
 
 @triton.jit
 def group_pointers(x, token, mask, b, first_head, form, SIZE: tl.constexpr, BW: tl.constexpr):
-    """Return (pointers to block b [R, BW] of a head group's channels in x [T, H, SIZE], contiguous, their mask)."""
+    """Return (pointers to block b [R, BW] of a head group in a contiguous x [T, H, SIZE], their mask)."""
     column = b * BW + tl.arange(0, BW)
     pointers = x + ((token * form.H + first_head) * SIZE)[:, None] + column[None, :]
     return pointers, mask[:, None] & (column < SIZE * form.G)[None, :]
@@ -159,14 +161,14 @@ def group_pointers(x, token, mask, b, first_head, form, SIZE: tl.constexpr, BW: 
 
 @triton.jit
 def store_group(out, token, mask, x, b, first_head, form, SIZE: tl.constexpr):
-    """Write block b [R, BW] of a head group's channels to out [T, H, SIZE], contiguous."""
+    """Write block b [R, BW] of a head group to a contiguous out [T, H, SIZE]."""
     pointers, inside = group_pointers(out, token, mask, b, first_head, form, SIZE, x.shape[1])
     tl.store(pointers, x.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
 def copy_group(source, at, out, token, mask, b, first_head, form, SIZE: tl.constexpr, BW: tl.constexpr):
-    """Copy block b of a head group's channels from rows `at` of source [.., H, SIZE] to out [T, H, SIZE]."""
+    """Copy block b of a head group from the rows `at` of source [.., H, SIZE] to out [T, H, SIZE]."""
     pointers, inside = group_pointers(source, at, mask, b, first_head, form, SIZE, BW)
     store_group(out, token, mask, tl.load(pointers, inside, 0.0), b, first_head, form, SIZE)
 
@@ -176,9 +178,9 @@ def rotatekv_decompress_kernel(
     seq_offsets, pages, inverse_order, source, k, v, B, P, S, scale,
     FORM: tl.constexpr, OFFSET: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Write R tokens of one head group to k [T, H, D] and v [T, H, V]; of the keys, the channels of OUT blocks.
+    """Restore R tokens of one head group: OUT blocks of k [T, H, D], and in the first of their programs v [T, H, V].
 
-    source: `Pages`, of the table `pages` [B, P].
+    source: `Pages`; pages: [B, P], the page table.
     """
     DTYPE: tl.constexpr = k.dtype.element_ty
     V_BLOCKS: tl.constexpr = FORM.V_BLOCKS
@@ -225,7 +227,7 @@ def rotatekv_round_trip_kernel(
     k, v, seq_offsets, order, inverse_order, k_out, v_out, B, S, scale,
     FORM: tl.constexpr, INSET: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Quantise and restore R tokens of one head group, to k_out [T, H, D] and v_out [T, H, V]; sinks are copied.
+    """Quantise and restore R tokens of one head group to k_out [T, H, D] and v_out [T, H, V]; copy sinks.
 
     k, v: `Rows`.
     """
@@ -251,7 +253,7 @@ def rotatekv_round_trip_kernel(
     x = rotated_blocks(k, token, mask, first_head, order, scale, FORM)
     masks = x
     if FORM.SPARSE:
-        masks = codec.greatest(x, FORM.KEPT, K_BLOCKS)
+        masks = codec.largest_mask(x, FORM.KEPT, K_BLOCKS)
     scales, zeros = key_ranges(x, masks, INSET, FORM)
     codes = ()
     wide_scales = ()

@@ -1,10 +1,10 @@
-"""Define the kernels that write pages: keys and values as codes, in one pass, or uncompressed, and timestamps.
+"""Define the kernels that write pages: codes of keys and values, uncompressed keys and values, and timestamps.
 
 Letters: T new tokens, B sequences, P columns of a page table, S sink tokens, H heads, D query/key and V value head
 size, C key channels of a head group, R tokens of a tile, BW channels of a block.
 
-A program of `write_codes_kernel` has R new tokens of one head group, with all their channels, in blocks that a tuple
-holds: every stage of the transform across blocks is then a sum of registers of one thread.
+A program of `write_codes_kernel` has R new tokens of a head group, with a tuple of blocks for their channels. The
+stages of the Hadamard transform across blocks then add registers of the same thread.
 """
 
 import triton
@@ -16,7 +16,7 @@ from hstu_sparse.tiles.rows import load_head, locate, store_rows
 
 @triton.jit
 def rotated_blocks(k, token, mask, first_head, order, scale, form):
-    """Return a tuple of the transformed blocks [R, BW] fp32 of a head group's keys; k: `Rows`."""
+    """Return a tuple of the transformed blocks [R, BW] fp32 of the keys of a head group. k: `Rows`."""
     BW: tl.constexpr = form.K_BLOCK
     BLOCKS: tl.constexpr = form.K_BLOCKS
     place = tl.arange(0, BW)
@@ -34,7 +34,7 @@ def rotated_blocks(k, token, mask, first_head, order, scale, form):
 
 @triton.jit
 def key_ranges(x, masks, INSET: tl.constexpr, form):
-    """Return tuples of scale and zero [R] fp16 of each group of blocks, over the channels in `masks` if SPARSE."""
+    """Return (scales, zeros), tuples of [R] fp16 for each quantisation group; if SPARSE, of the channels in `masks`."""
     R: tl.constexpr = x[0].shape[0]
     GROUPS: tl.constexpr = form.K_GROUPS
     PER: tl.constexpr = form.K_BLOCKS // GROUPS
@@ -59,7 +59,7 @@ def key_ranges(x, masks, INSET: tl.constexpr, form):
 
 @triton.jit
 def value_blocks(v, token, mask, first_head, g: tl.constexpr, INSET: tl.constexpr, form):
-    """Return (tuple of blocks [R, BW] fp32 of group g of a head group's values, its scale, its zero); v: `Rows`."""
+    """Return (tuple of blocks [R, BW] fp32, scale, zero) of quantisation group g of values. v: `Rows`."""
     R: tl.constexpr = token.shape[0]
     BW: tl.constexpr = form.V_BLOCK
     CV: tl.constexpr = form.V * form.G
@@ -84,7 +84,7 @@ def value_blocks(v, token, mask, first_head, g: tl.constexpr, INSET: tl.constexp
 
 @triton.jit
 def store_bitmap(bitmap, row, slot, mask, is_kept, b: tl.constexpr, form):
-    """Set the bits of kept channels; the tile's tokens are in at most two pages; `row`: page and head group."""
+    """Set the bits of kept channels of block b. row: [R] page and head group, at most two different ones in a tile."""
     column = b * form.K_BLOCK + tl.arange(0, form.K_BLOCK)
     bits = tl.where((is_kept != 0) & mask[:, None], tl.full([1, 1], 1, tl.int64) << slot[:, None].to(tl.int64), 0)
     first = tl.min(tl.where(mask, row, 0x7FFFFFFFFFFFFFFF), 0)
@@ -99,7 +99,7 @@ def store_bitmap(bitmap, row, slot, mask, is_kept, b: tl.constexpr, form):
 
 @triton.jit
 def store_sink(x, head, token, target, at, sink, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy a head's rows of `Rows` to rows `at` of target [.., SIZE]."""
+    """Copy the rows `token` of a head of x (`Rows`) to the rows `at` of target [.., SIZE], where `sink`."""
     source = token[:, None] * x.stride_t + head.to(tl.int64) * x.stride_h
     for start in tl.static_range(0, SIZE, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
@@ -112,9 +112,9 @@ def write_codes_kernel(
     k, v, offsets, lengths, pages, order, target, B, P, S, scale,
     FORM: tl.constexpr, INSET: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Write R new tokens of one head group, after `lengths` [B] others, into the pages of the table [B, P].
+    """Write the codes of R new tokens of one head group to pages [B, P]. k, v: `Rows`; target: `Pages`.
 
-    k, v: `Rows`; target: `Pages`.
+    New tokens follow `lengths` [B] tokens of their sequences.
     """
     LEVELS: tl.constexpr = (1 << FORM.BITS) - 1
     G: tl.constexpr = FORM.G
@@ -150,7 +150,7 @@ def write_codes_kernel(
     x = rotated_blocks(k, token, packed, group * G, order, scale, FORM)
     masks = x
     if FORM.SPARSE:
-        masks = codec.greatest(x, FORM.KEPT, K_BLOCKS)
+        masks = codec.largest_mask(x, FORM.KEPT, K_BLOCKS)
     K_PER: tl.constexpr = K_BLOCKS // K_GROUPS
     scales, zeros = key_ranges(x, masks, INSET, FORM)
     before = tl.zeros([R], tl.int32)
@@ -187,7 +187,7 @@ def write_pages_kernel(
     k, v, offsets, lengths, pages, target, B, P,
     FORM: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Write R new tokens of one head uncompressed; k and v are `Rows`, target is `Pages`."""
+    """Write R new tokens of one head, uncompressed. k, v: `Rows`; target: `Pages`."""
     b, begin, count, tile = locate(offsets, tl.program_id(0), B, R)
     if tile * R >= count:
         return
@@ -208,7 +208,7 @@ def write_pages_kernel(
 def write_timestamps_kernel(
     new_times, offsets, lengths, pages, timestamps, B, P, SINKS: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Write the seconds of R new tokens."""
+    """Write the timestamps of R new tokens."""
     b, begin, count, tile = locate(offsets, tl.program_id(0), B, R)
     if tile * R >= count:
         return

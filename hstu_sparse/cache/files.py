@@ -1,6 +1,6 @@
-"""Store sequences of a pool in one safetensors file: their pages, the format as metadata, and a checksum of both.
+"""Save sequences of a pool in one safetensors file: their pages, facts (JSON: the format, sizes) and a checksum.
 
-The pages are in the order of the sequences, so that the lengths assign them, and a file cannot refer to missing pages.
+Pages are stored in the order of the sequences, so that the lengths alone assign pages to sequences.
 """
 
 import dataclasses
@@ -23,17 +23,17 @@ FORMAT = "hstu_sparse.pages.1"
 FACTS = {"format", "layers", "num_pages", "num_sequences", "timed"}
 
 
-def write_whole(path, kind: str, facts: dict, tensors: dict[str, Tensor]) -> None:
-    """Write tensors and facts to a safetensors file that appears as a whole or not at all; OSError if it cannot."""
+def write_atomically(path, kind: str, facts: dict, tensors: dict[str, Tensor]) -> None:
+    """Write tensors and facts to a safetensors file atomically; raise OSError if this fails."""
     from safetensors.torch import save as to_bytes
 
     path = Path(path)
-    if path.exists() and not path.is_file():  # a link counts as its target
-        raise FileExistsError(errno.EEXIST, "is no regular file", str(path))
+    if path.exists() and not path.is_file():  # follows links
+        raise FileExistsError(errno.EEXIST, "is not a regular file", str(path))
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     text = json.dumps(facts, sort_keys=True)
     metadata = {"format": kind, "facts": text, "sha256": checksum(text, tensors)}
-    # Every process and thread writes to a file of its own.
+    # A random name, so that no two processes or threads write to the same file.
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         try:
@@ -44,23 +44,23 @@ def write_whole(path, kind: str, facts: dict, tensors: dict[str, Tensor]) -> Non
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-    except OSError as error:  # in the name of the file that the caller knows
+    except OSError as error:  # name the caller's path, not the temporary file
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def read_whole(path, kind: str, build):
-    """Return build(facts, tensors) for a file of `write_whole`; ValueError, in one line, for any other file."""
+def read_checked(path, kind: str, build):
+    """Return build(facts, tensors) for a file that `write_atomically` wrote; raise ValueError for any other file."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("is no regular file")
+            raise ValueError("is not a regular file")
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != kind:
-                raise ValueError(f"another format ({metadata.get('format')!r}, expected {kind!r})")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+                raise ValueError(f"expected format {kind!r}, got {metadata.get('format')!r}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
         text = metadata.get("facts", "")
         if metadata.get("sha256") != checksum(text, tensors):
             raise ValueError("damaged (its checksum differs from the one it was written with)")
@@ -71,7 +71,7 @@ def read_whole(path, kind: str, build):
 
 
 def checksum(facts: str, tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of the facts and of the tensors' names, shapes, dtypes and values."""
+    """Return the SHA-256 of the facts and of names, shapes, dtypes and values of the tensors."""
     digest = hashlib.sha256(facts.encode())
     for name in sorted(tensors):
         x = tensors[name].contiguous()
@@ -82,9 +82,9 @@ def checksum(facts: str, tensors: dict[str, Tensor]) -> str:
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """Raise ValueError if a file's tensors are not the expected ones."""
+    """Raise ValueError if names, shapes or dtypes of a file's tensors are not the expected ones."""
     if tensors.keys() != expected.keys():
-        raise ValueError(f"holds other tensors than its facts say: {', '.join(tensors.keys() ^ expected.keys())}")
+        raise ValueError(f"the tensors do not match the facts: {', '.join(sorted(tensors.keys() ^ expected.keys()))}")
     for name, (shape, dtype) in expected.items():
         x = tensors[name]
         if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
@@ -92,29 +92,29 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[tuple[in
 
 
 def describe(format: PageFormat) -> dict:
-    """Return a format as JSON values."""
+    """Return a format as a dict of JSON values."""
     return dataclasses.asdict(format) | {"dtype": str(format.dtype).removeprefix("torch.")}
 
 
 def format_from(facts: dict) -> PageFormat:
-    """Invert `describe`; ValueError or TypeError for anything else."""
+    """Return the format for a result of `describe`; raise ValueError or TypeError for anything else."""
     dtype = {str(known): known for known in FLOATING_DTYPES}.get(f"torch.{facts['dtype']}")
     if dtype is None:
-        raise ValueError(f"cannot hold keys of {facts['dtype']}")
+        raise ValueError(f"dtype must be floating point, got {facts['dtype']}")
     return PageFormat(**facts | {"dtype": dtype})
 
 
 def save(pool, path, rows: Sequence[array], lengths: Sequence[int], channel_order: Tensor | None = None) -> None:
-    """Write a pool, or a RotateKV cache with its channel_order, to a file."""
+    """Write the sequences of a pool to a file. channel_order: of a RotateKV cache."""
     format, sinks = pool.format, int(pool.format.sink_tokens > 0)
     if len(rows) != len(lengths):
-        raise ValueError(f"lengths must be as many as rows, {len(rows)}, got {len(lengths)}")
+        raise ValueError(f"lengths must have one entry for each of {len(rows)} rows, got {len(lengths)}")
     pages, sequences = array("i"), array("i")
     for row, length in zip(rows, lengths):
         check_int("lengths", length, 0)
         count = format.num_pages(length)
         if length and len(row) < count + sinks:
-            raise ValueError(f"a sequence of {length} tokens has a row of {len(row)}, expected {count + sinks}")
+            raise ValueError(f"the row of {length} tokens must have {count + sinks} entries, got {len(row)}")
         if length:
             pages.extend(row[sinks : sinks + count])
             sequences.extend(row[:sinks])
@@ -131,25 +131,25 @@ def save(pool, path, rows: Sequence[array], lengths: Sequence[int], channel_orde
             tensors[f"{layer}.{name}"] = x[sequence if name.startswith("sink") else page]
     facts = {"format": describe(format), "layers": pool.layers, "timed": pool.timed}
     facts |= {"num_pages": pool.num_pages, "num_sequences": pool.num_sequences}
-    write_whole(path, FORMAT, facts, tensors)
+    write_atomically(path, FORMAT, facts, tensors)
 
 
 def load(kind, path, device, num_pages: int | None, num_sequences: int | None, check=lambda *_: None):
-    """Return (pool of class `kind`, rows, lengths, channel order); check(format, layers, tensors) may refuse."""
+    """Return (pool of class `kind`, rows, lengths, channel order); check(format, layers, tensors) may raise."""
 
     def checked(facts, tensors):
         _check(facts, tensors)
         check(format_from(facts["format"]), facts["layers"], tensors)
         return facts, tensors
 
-    facts, tensors = read_whole(path, FORMAT, checked)
+    facts, tensors = read_checked(path, FORMAT, checked)
     format = format_from(facts["format"])
     lengths = tensors.pop("lengths").tolist()
     num_pages = facts["num_pages"] if num_pages is None else num_pages
     num_sequences = facts["num_sequences"] if num_sequences is None else num_sequences
     options = dict(layers=facts["layers"], num_sequences=num_sequences, timed=facts["timed"], device=device)
     pool = kind(format, num_pages, **options)
-    rows = [pool.reserve([], length) for length in lengths]  # a new pool gives pages in order
+    rows = [pool.reserve([], length) for length in lengths]  # a new pool assigns pages in order
     into = {
         f"{layer}.{name}": x for layer, layer_tensors in enumerate(pool.tensors) for name, x in layer_tensors.items()
     }
@@ -161,12 +161,12 @@ def load(kind, path, device, num_pages: int | None, num_sequences: int | None, c
 
 def _check(facts: dict, tensors: dict[str, Tensor]) -> None:
     if not isinstance(facts, dict) or facts.keys() != FACTS:
-        raise ValueError(f"its facts must be {', '.join(sorted(FACTS))}")
+        raise ValueError(f"the facts must be {', '.join(sorted(FACTS))}")
     check_int("layers", facts["layers"], 1, len(tensors))
     format = format_from(facts["format"])
     lengths = tensors["lengths"]
     if lengths.dim() != 1 or lengths.dtype != torch.int64 or (lengths < 0).any():
-        raise ValueError("lengths must be [sequences] int64, none below 0")
+        raise ValueError("lengths must be [sequences] int64, all at least 0")
     pages = int(((lengths + format.page_size - 1) // format.page_size).sum())
     sequences = int((lengths > 0).sum()) if format.sink_tokens else 0
     check_int("num_pages", facts["num_pages"], pages)
@@ -183,13 +183,13 @@ def _check(facts: dict, tensors: dict[str, Tensor]) -> None:
         expected["channel_order"] = shape, torch.int64
     check_tensors(tensors, expected)
     if order is not None and not torch.equal(order.sort(-1).values, torch.arange(shape[1]).expand_as(order)):
-        raise ValueError("channel_order does not hold each channel once")
+        raise ValueError("each row of channel_order must be a permutation of the channels")
     for layer in range(facts["layers"]) if format.sparse else ():
         _check_bitmap(format, tensors[f"{layer}.k_bitmap"], lengths)
 
 
 def _check_bitmap(format: PageFormat, bitmap: Tensor, lengths: Tensor) -> None:
-    """Check that each token keeps the number of channels that the sparsity gives, which the kernels rely on."""
+    """Raise ValueError unless each token keeps `format.num_kept` channels, which the kernels require."""
     counts = (lengths + format.page_size - 1) // format.page_size
     place = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(count) for count in counts.tolist())])
     position = place[:, None] * format.page_size + torch.arange(format.page_size)
@@ -197,4 +197,4 @@ def _check_bitmap(format: PageFormat, bitmap: Tensor, lengths: Tensor) -> None:
     bytes_ = bitmap.contiguous().view(torch.uint8).unflatten(-1, (-1, 8))  # [P, HG, C, 8], low bits first
     num_marked = torch.stack([(bytes_ >> bit & 1).sum(2) for bit in range(8)], -1).flatten(-2)  # [P, HG, slots]
     if not torch.equal(num_marked, (packed * format.num_kept)[:, None].expand_as(num_marked)):
-        raise ValueError(f"k_bitmap does not keep {format.num_kept} channels of every token, as its options say")
+        raise ValueError(f"k_bitmap must keep {format.num_kept} channels of every token")

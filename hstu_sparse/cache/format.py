@@ -1,17 +1,18 @@
-"""Define `PageFormat`: the content of a pool's pages, its size in bytes, and the order of codes in their words.
+"""Define `PageFormat`: the tensors of a pool's pages, their size in bytes, and the order of codes in words.
 
 Letters: T tokens, H heads, D query/key and V value head size, G heads of a head group (head_group), HG = H / G, C
 channels of a head group (D * G for keys, V * G for values), P pages, S sink tokens.
 
-A page has 16 slots for tokens, or 64 if keys are pruned: a 64-bit word of the bitmap says which of 64 tokens keep a
-channel. Each sequence owns whole pages, so that it grows without moving others.
+A page has 16 slots for tokens, or 64 if keys are pruned, since a 64-bit word of the bitmap marks the tokens that keep a
+channel. A page belongs to one sequence, so that a sequence grows without moving others.
 
-With codes a head group's channels are cut into blocks of at most 64, so that a tile of 64 tokens by one block is what a
-tensor core's instruction takes. Codes of a block: `plane` bits each (3 bits are a plane of 2 and one of 1), in 32-bit
-words. Chunk by chunk of up to 4 words, the channel at place ((chunk * fields + field) * words + word) * 2 + half is at
-bit half * 16 + field * plane of its word. So a thread that unpacks a word gets pairs of neighbouring channels, in the
-two halves of a register, which are the very pairs that it feeds to a tensor core, and no code has to move between
-threads. With a bitmap the kept channels' codes are packed one after another, every token having as many of them.
+The channels of a head group are cut into blocks of at most 64. The codes of a token's block are packed in 32-bit words:
+each plane of bits by itself (a code of 3 bits has a plane of 2 bits and one of 1 bit), in chunks of up to 4 words.
+Channel ((chunk * fields + field) * words + word) * 2 + half is at bit half * 16 + field * plane of its word, so that a
+thread that unpacks a word gets pairs of neighbouring channels, as tensor cores take them, without an exchange between
+threads.
+
+If keys are pruned, the codes of the kept channels of a token are packed in order; all tokens keep the same number.
 """
 
 import dataclasses
@@ -26,9 +27,9 @@ from hstu_sparse.core.validation import FLOATING_DTYPES, check_int, check_number
 BITS = (2, 3, 4, 8)
 HEAD_GROUPS = (1, 2, 4)
 PAGE = 16  # tokens of a page, unless keys are pruned
-TILE = 64  # tokens that kernels process at once, and tokens of a bitmap's word
-MOST_CHANNELS = 1024
-MOST_SINKS = 1 << 20  # each sequence has this many slots for them
+TILE = 64  # tokens of a kernel's tile, and of a word of the bitmap
+MAX_CHANNELS = 1024
+MAX_SINKS = 1 << 20
 CODE_DTYPES = {"codes": torch.int32, "ranges": torch.float16, "bitmap": torch.int64}
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -36,20 +37,20 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """The sizes of keys or of values: C channels of a head group, in quantisation groups and blocks of a power of two.
+    """The sizes of the codes of keys or of values for a head group.
 
-    The last group of values may have fewer channels than its width; the rest is stored as code 0.
+    The last quantisation group of values may be wider than its channels; the codes after the last channel are 0.
     """
 
-    channels: int
-    group: int  # channels that share scale and zero
+    channels: int  # C
+    group: int  # channels that share a scale and a zero, a power of two
     groups: int
-    block: int
+    block: int  # channels of a block, a power of two
     blocks: int
-    words: int  # 32-bit words of a block's codes
+    words: int  # 32-bit words of the codes of a block
 
     @classmethod
-    def of(cls, channels: int, quant_group: int, bits: int) -> "Side":
+    def for_channels(cls, channels: int, quant_group: int, bits: int) -> "Side":
         group = min(quant_group, max(16, next_power_of_2(channels)))
         groups, block = cdiv(channels, group), min(TILE, group)
         words = sum(plane_words(block, plane) for plane in planes(bits))
@@ -57,27 +58,27 @@ class Side:
 
 
 def planes(bits: int) -> tuple[int, ...]:
-    """Return the sizes of the planes that a code is split into, in bits, the low ones first."""
+    """Return the numbers of bits of the planes of a code, from the lowest bits on."""
     return (2, 1) if bits == 3 else (bits,)
 
 
 def plane_words(width: int, plane: int) -> int:
-    """Return the number of 32-bit words that one plane of a block of `width` channels takes."""
+    """Return the number of 32-bit words of a plane of a block of `width` channels."""
     return max(1, width * plane // 32)
 
 
 @dataclasses.dataclass(frozen=True)
 class PageFormat:
-    """The format in which a pool stores the keys and values of a token; invalid options raise.
+    """The format in which a pool stores keys and values. Raises TypeError or ValueError for invalid options.
 
     Attributes:
         heads: H, the number of heads.
-        head_size: D, the size of queries and keys.
-        value_size: V.
-        dtype: of uncompressed keys and values, and of sinks: fp32, bf16 or fp16 (the reference also fp64).
-        bits: None to store keys and values in `dtype`; 2, 3, 4 or 8 for RotateKV codes of that many bits. Keys whose
-            head size is not a power of two are then padded with zeros.
-        head_group: option of the codes, as in `rotatekv_compress`; so are the following.
+        head_size: D, the head size of queries and keys.
+        value_size: V, the head size of values.
+        dtype: the dtype of uncompressed keys and values, and of sinks: fp32, bf16 or fp16 (the reference also fp64).
+        bits: None to store keys and values in `dtype`; 2, 3, 4 or 8 for RotateKV codes with this number of bits. With
+            codes, keys are padded with zeros to a head size that is a power of two.
+        head_group: see `rotatekv_compress`.
         quant_group: see `rotatekv_compress`.
         sparsity: see `rotatekv_compress`.
         sink_tokens: see `rotatekv_compress`.
@@ -119,7 +120,7 @@ class PageFormat:
             check_codes(self.bits, self.head_group, self.quant_group, self.sparsity, self.sink_tokens, self.clip)
             check_heads(self.heads, self.coded_size, self.head_group)
         elif self.sink_tokens:
-            raise ValueError(f"sink_tokens need bits: without, every token is kept as it is, got {self.sink_tokens}")
+            raise ValueError(f"sink_tokens={self.sink_tokens} needs bits, got bits=None")
 
     @property
     def sparse(self) -> bool:
@@ -139,22 +140,22 @@ class PageFormat:
     def keys(self) -> Side:
         """The sizes of the codes of keys, padded to `coded_size`."""
         assert self.bits is not None
-        return Side.of(self.coded_size * self.head_group, self.quant_group, self.bits)
+        return Side.for_channels(self.coded_size * self.head_group, self.quant_group, self.bits)
 
     @functools.cached_property
     def values(self) -> Side:
         """The sizes of the codes of values."""
         assert self.bits is not None
-        return Side.of(self.value_size * self.head_group, self.quant_group, self.bits)
+        return Side.for_channels(self.value_size * self.head_group, self.quant_group, self.bits)
 
     @property
     def num_kept(self) -> int:
-        """The number of a key's channels that pruning leaves; sparsity 0.9 leaves 10%, whatever floats round to."""
+        """The number of channels of a key that are not pruned; the rounding of floats does not change it."""
         return math.ceil(round((1 - self.sparsity) * self.keys.channels, 9))
 
     @property
     def inset(self) -> float:
-        """The share of a group's range, at either end, that the codes leave out."""
+        """The share of a quantisation group's range, at either end, that the codes do not cover."""
         return (1 - self.clip) / 2
 
     @property
@@ -163,7 +164,7 @@ class PageFormat:
         return TILE if self.sparse else PAGE
 
     def shapes(self, pages: int) -> Shapes:
-        """Return shape and dtype of one layer's tensors of `pages` pages, by name."""
+        """Return name -> (shape, dtype) of the tensors of one layer with `pages` pages."""
         if self.bits is None:
             page = (pages, self.heads, PAGE)
             return {"k": ((*page, self.head_size), self.dtype), "v": ((*page, self.value_size), self.dtype)}
@@ -182,7 +183,7 @@ class PageFormat:
         return {name: (shape, CODE_DTYPES[name[2:]]) for name, shape in shapes.items()}
 
     def sink_shapes(self, sequences: int) -> Shapes:
-        """Return shape and dtype of one layer's tensors of the sinks of `sequences` sequences; empty without sinks."""
+        """Return name -> (shape, dtype) of the sinks of one layer for `sequences` sequences; empty without sinks."""
         if not self.sink_tokens:
             return {}
         row = (sequences, self.sink_tokens, self.heads)
@@ -221,7 +222,7 @@ def check_codes(
     bits: int = 2, head_group: int = 2, quant_group: int = 64, sparsity: float = 0.0, sink_tokens: int = 0,
     clip: float = 1.0,
 ) -> None:  # fmt: skip
-    """Check the options of codes, see `rotatekv_compress`; TypeError or ValueError."""
+    """Check the options of codes (see `rotatekv_compress`); raise TypeError or ValueError."""
     for name, number in (("bits", bits), ("head_group", head_group), ("quant_group", quant_group)):
         check_int(name, number, 1)
     for name, number, some in (("bits", bits, BITS), ("head_group", head_group, HEAD_GROUPS)):
@@ -231,21 +232,21 @@ def check_codes(
         raise ValueError(f"quant_group must be a power of two from 16, got {quant_group}")
     if not 0 <= check_number("sparsity", sparsity) <= 0.9:
         raise ValueError(f"sparsity must be from 0 to 0.9, got {sparsity}")
-    check_int("sink_tokens", sink_tokens, 0, MOST_SINKS)
+    check_int("sink_tokens", sink_tokens, 0, MAX_SINKS)
     if not 0 < check_number("clip", clip) <= 1:
         raise ValueError(f"clip must be above 0 and at most 1, got {clip}")
 
 
 def check_heads(heads: int, head_size: int, head_group: int) -> None:
-    """Raise ValueError unless head_group divides H, and D * head_group is a power of two from 16 to MOST_CHANNELS."""
+    """Raise ValueError unless head_group divides H, and D * head_group is a power of two from 16 to MAX_CHANNELS."""
     if heads < 1 or heads % head_group:
         raise ValueError(f"head_group={head_group} must divide the number of heads, got H={heads}")
     channels = head_size * head_group
-    if channels & (channels - 1) or not 16 <= channels <= MOST_CHANNELS:
-        above = min(max(16, next_power_of_2(channels)), MOST_CHANNELS)
-        below = min(max(16, above // 2), MOST_CHANNELS)
+    if channels & (channels - 1) or not 16 <= channels <= MAX_CHANNELS:
+        above = min(max(16, next_power_of_2(channels)), MAX_CHANNELS)
+        below = min(max(16, above // 2), MAX_CHANNELS)
         near = " or ".join(f"D={size // head_group}" for size in dict.fromkeys((below, above)))
         raise ValueError(
-            f"the Hadamard transform needs D * head_group to be a power of two from 16 to {MOST_CHANNELS}, got "
-            f"D={head_size}, head_group={head_group}: the nearest head sizes that work are {near}"
+            f"the Hadamard transform needs D * head_group to be a power of two from 16 to {MAX_CHANNELS}, got "
+            f"D={head_size}, head_group={head_group}; the nearest valid head sizes are {near}"
         )

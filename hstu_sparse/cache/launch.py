@@ -1,7 +1,9 @@
-"""Launch the kernels that write pages, restore keys and values from codes, and do both at once. Imported when needed.
+"""Launch the kernels that write pages, restore keys and values from codes, and quantise in a round trip.
 
 Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size, R tokens of a
 tile.
+
+The module imports triton; other modules import it only when a kernel is launched.
 """
 
 import functools
@@ -19,20 +21,20 @@ from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.validation import check_kernel
 from hstu_sparse.tiles.rows import Rows, as_rows
 
-# The bits of the widest codes that unpacking can leave in the mantissa of a 16-bit type.
+# The maximum number of bits of codes that `codec.unpack_float_fields` can put into the mantissa of a 16-bit type.
 LOW_BITS = {torch.bfloat16: 4, torch.float16: 8}
 
 
 def code_offset(format: PageFormat, dtype: torch.dtype) -> int:
-    """Return the number that unpacking adds to a code, which it reads as the mantissa of a number (see `codec`)."""
+    """Return the number that unpacking adds to a code; see `codec.unpack_float_fields`."""
     if format.bits is None or format.sparse or format.bits > LOW_BITS.get(dtype, 0):
         return 0
     return 4 + 4 * 2 if format.bits == 3 else 2**format.bits
 
 
 @functools.lru_cache(maxsize=64)
-def form_of(format: PageFormat) -> Form:
-    """Return a format as constants of the kernels."""
+def kernel_form(format: PageFormat) -> Form:
+    """Return the constants of the kernels for a format."""
     sizes: dict[str, typing.Any] = dict(H=format.heads, D=format.head_size, V=format.value_size)
     sizes |= dict(CODED=format.coded_size, PAGE=format.page_size, SINKS=format.sink_tokens > 0, SPARSE=format.sparse)
     if format.bits is None:
@@ -47,20 +49,20 @@ def form_of(format: PageFormat) -> Form:
 
 
 def tile_tokens(format: PageFormat, dtype: torch.dtype) -> int:
-    """Return the number of tokens of a tile: fewer for more or wider channels, since a program holds all."""
+    """Return the number of tokens of a tile; a program has all channels of its tokens in registers."""
     most = TILE // 2 if dtype == torch.float32 else TILE
     return max(16, min(most, TILE * 256 // format.keys.channels))
 
 
 @configuration
 def codes_config(format: PageFormat, dtype: torch.dtype) -> LaunchConfig:
-    """Return the configuration for writing codes: R tokens of a program, few without pruning."""
+    """Return the configuration for writing codes, with R tokens for each program."""
     tokens, warps = (TILE, 4) if format.sparse else (16, 2)
     return LaunchConfig(warps, R=min(tokens, tile_tokens(format, dtype)))
 
 
 def inverse(order: Tensor | None) -> Tensor | None:
-    """Return the index of each channel among the permuted ones, int32."""
+    """Return the inverse permutation of each row, int32."""
     return None if order is None else order.argsort(-1).int()
 
 
@@ -74,15 +76,15 @@ def write_pages(
     lengths: Tensor,
     channel_order: Tensor | None = None,
 ) -> None:
-    """Write keys [T, H, D] and values [T, H, V] of one layer, see `PagePool.write`.
+    """Write keys [T, H, D] and values [T, H, V] of one layer; see `PagePool.write`.
 
-    channel_order: of codes, see `rotatekv_compress`.
+    channel_order: see `rotatekv_compress`.
     """
     check_kernel("PagePool.write", k, {"D": format.head_size, "V": format.value_size})
     check_kernel("PagePool.write", tensors.get("k", tensors.get("sink_k", k)), {})
     if len(k) == 0:
         return
-    batch, form, target = offsets.shape[0] - 1, form_of(format), Pages.of(tensors)
+    batch, form, target = offsets.shape[0] - 1, kernel_form(format), Pages.from_tensors(tensors)
     inputs = *map(Rows.of, as_rows(k, v, align=False)), offsets.contiguous(), lengths.contiguous(), pages.contiguous()
     with on_device(k.device):
         if format.bits is None:
@@ -93,7 +95,7 @@ def write_pages(
             )  # fmt: skip
             return
         config = codes_config(format, k.dtype)
-        # A fused multiply-add would round scaling and shifting differently from the reference.
+        # With a fused multiply-add, codes would be rounded differently from the reference.
         run(
             write_codes_kernel, (len(k) // config.R + batch, format.head_groups), *inputs, channel_order, target, batch,
             pages.shape[1], format.sink_tokens, format.keys.channels**-0.5, FORM=form, INSET=format.inset,
@@ -104,7 +106,7 @@ def write_pages(
 def write_timestamps(
     timestamps: Tensor, format: PageFormat, new_times: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor
 ) -> None:
-    """Write seconds [T], see `PagePool.write_timestamps`."""
+    """Write timestamps [T] in seconds; see `PagePool.write_timestamps`."""
     if len(new_times) == 0:
         return
     batch, rows = offsets.shape[0] - 1, 128
@@ -117,7 +119,7 @@ def write_timestamps(
 
 
 def decompress(cache) -> tuple[Tensor, Tensor]:
-    """Return (k [T, H, D], v [T, H, V]) of a `RotateKVCache`, of its dtype."""
+    """Return (k [T, H, D], v [T, H, V]) of a `RotateKVCache`, in its dtype."""
     format, tokens = cache.format, sum(cache.lengths)
     k, v = (
         torch.empty(tokens, format.heads, size, dtype=format.dtype, device=cache.device)
@@ -131,9 +133,9 @@ def decompress(cache) -> tuple[Tensor, Tensor]:
         run(
             rotatekv_decompress_kernel,
             (tokens // rows + cache.num_sequences, format.head_groups, format.keys.blocks // out),
-            cache.seq_offsets, cache.pages, inverse(cache.channel_order), Pages.of(cache.tensors), k, v,
+            cache.seq_offsets, cache.pages, inverse(cache.channel_order), Pages.from_tensors(cache.tensors), k, v,
             cache.num_sequences, cache.pages.shape[1], format.sink_tokens, format.keys.channels**-0.5,
-            FORM=form_of(format), OFFSET=code_offset(format, format.dtype), OUT=out, R=rows, num_warps=4,
+            FORM=kernel_form(format), OFFSET=code_offset(format, format.dtype), OUT=out, R=rows, num_warps=4,
         )  # fmt: skip
     return k, v
 
@@ -149,7 +151,7 @@ def _round_trip(k, v, seq_offsets, channel_order, bits, head_group, quant_group,
         run(
             rotatekv_round_trip_kernel, (k.shape[0] // rows + batch, format.head_groups),
             *map(Rows.of, as_rows(k, v, align=False)), seq_offsets, channel_order, inverse(channel_order), *outputs,
-            batch, sink_tokens, format.keys.channels**-0.5, FORM=form_of(format), INSET=format.inset, R=rows,
+            batch, sink_tokens, format.keys.channels**-0.5, FORM=kernel_form(format), INSET=format.inset, R=rows,
             enable_fp_fusion=False, num_warps=4,
         )  # fmt: skip
     return outputs

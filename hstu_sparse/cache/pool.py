@@ -1,9 +1,9 @@
-"""Define `PagePool`: keys and values of many sequences, in pages of one preallocated tensor for each layer.
+"""Define `PagePool`: keys and values of many sequences in pages, preallocated tensors for each layer.
 
 Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size.
 
-A sequence owns whole pages. Which ones is its row, which the pool lengthens and shortens (`reserve`, `shrink`) and the
-caller keeps; page p of a row is page p in every layer. A table of rows goes to the device for each call.
+A row lists the pages of a sequence, the same in every layer. The caller stores it; `reserve` and `shrink` return a
+longer or shorter row. `table` copies the rows of a batch to the device.
 """
 
 from array import array
@@ -24,7 +24,7 @@ Row = array  # of typecode "i"
 
 
 class PoolFull(RuntimeError):
-    """A pool has fewer free pages (or rows of sinks) than a sequence needs.
+    """Raised if a pool has fewer free pages, or rows of sinks, than a sequence needs.
 
     Examples:
         >>> pool = hstu_sparse.PagePool(hstu_sparse.PageFormat(heads=1, head_size=16, value_size=16), num_pages=1)
@@ -37,17 +37,17 @@ class PoolFull(RuntimeError):
 class PagePool:
     """Pages for the keys, values and timestamps of sequences, in `layers` layers.
 
-    A pool is not safe for threads: while one thread reserves, shrinks or writes, no other may use it.
+    A pool is not thread-safe: while one thread reserves, shrinks or writes, no other thread may use the pool.
 
     Attributes:
         format: the format of the pages.
         layers: the number of layers.
         num_pages: the number of pages in each layer.
-        num_sequences: the number of sequences for whose sinks there is room, if the format has `sink_tokens`.
-        tensors: for each layer its tensors by name, with the shapes of `PageFormat.shapes` and `sink_shapes`.
-        timestamps: [num_pages, page_size] int64, times in seconds, shared by all layers.
+        num_sequences: the number of rows of sinks, one for each sequence; 0 if the format has no `sink_tokens`.
+        tensors: name -> tensor for each layer, with the shapes of `PageFormat.shapes` and `sink_shapes`.
+        timestamps: [num_pages, page_size] int64 seconds, shared by all layers.
         free_pages: the number of free pages.
-        free_sequences: the number of free places for sinks.
+        free_sequences: the number of free rows of sinks.
 
     Examples:
         >>> format = hstu_sparse.PageFormat(heads=2, head_size=16, value_size=16)
@@ -83,13 +83,15 @@ class PagePool:
         timed: bool = True,
         device: torch.device | str = "cpu",
     ):
-        """Allocate all memory at once.
+        """Allocate the tensors of all layers.
 
         Args:
             format: the format of the pages.
             num_pages: the number of pages in each layer.
-            num_sequences: the number of sequences for whose sinks there is room; only for formats with sinks.
-            timed: whether to store timestamps, which a bias by time needs.
+            layers: the number of layers.
+            num_sequences: the number of rows of sinks; ignored if the format has no sinks.
+            timed: whether to store timestamps, which a time bias needs.
+            device: the device of all tensors.
         """
         if not isinstance(format, PageFormat):
             raise TypeError(f"format must be a PageFormat, got {type(format).__name__}")
@@ -107,23 +109,23 @@ class PagePool:
         ]
         self.timed = timed
         self.timestamps = torch.zeros(num_pages * timed, format.page_size, dtype=torch.int64, device=device)
-        self._pages = _Free(num_pages)
-        self._sinks = _Free(self.num_sequences)
+        self._pages = _FreeList(num_pages)
+        self._sinks = _FreeList(self.num_sequences)
 
     @classmethod
     def within(
         cls, format: PageFormat, num_bytes: int, length: int, *, layers: int = 1, device: torch.device | str = "cpu"
     ) -> Self:
-        """Return the pool of at most `num_bytes` bytes that holds the most sequences of `length` tokens.
+        """Return a pool of at most `num_bytes` bytes with room for as many sequences of `length` tokens as possible.
 
-        Raises ValueError if not even one fits.
+        Raises ValueError if there is no room for one.
         """
         check_int("num_bytes", num_bytes, 1)
         check_int("length", length, 1)
         each = format.bytes(length, layers)
         sequences = num_bytes // each
         if not sequences:
-            raise ValueError(f"num_bytes must hold a sequence of {length} tokens, {each} bytes, got {num_bytes}")
+            raise ValueError(f"num_bytes must be at least {each} for a sequence of {length} tokens, got {num_bytes}")
         left = num_bytes - sequences * each
         more = left // (layers * format.page_bytes + format.timestamp_bytes)
         pages = min(sequences * format.num_pages(length) + more, 2**31 - 1)
@@ -136,39 +138,41 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the pool's tensors, free pages included."""
+        """The number of bytes of all tensors, including free pages."""
         return sum(x.nbytes for tensors in self.tensors for x in tensors.values()) + self.timestamps.nbytes
 
     @property
     def free_pages(self) -> int:
-        """The number of pages that no sequence has."""
+        """The number of free pages."""
         return len(self._pages.free)
 
     @property
     def free_sequences(self) -> int:
-        """The number of free rows of sinks; for a format without sinks that of free pages."""
+        """The number of free rows of sinks; without sinks the number of free pages."""
         return len(self._sinks.free) if self.format.sink_tokens else self.free_pages
 
     def enlarge(self, num_pages: int) -> None:
-        """Enlarge the pool to num_pages pages by copying every tensor; rows stay valid."""
+        """Enlarge the pool to num_pages pages. Copies every tensor; rows stay valid."""
         more = num_pages - self.num_pages
         check_int("num_pages", num_pages, self.num_pages, 2**31 - 1)
         for tensors in self.tensors:
             for name in self.format.shapes(0):
-                tensors[name] = _longer(tensors[name], more)
-        self.timestamps = _longer(self.timestamps, more * self.timed)
+                tensors[name] = _extended(tensors[name], more)
+        self.timestamps = _extended(self.timestamps, more * self.timed)
         self._pages.more(more)
         self.num_pages = num_pages
 
     # Rows.
 
     def reserve(self, row: Sequence[int], length: int) -> Row:
-        """Return the row of a sequence, lengthened so that `length` tokens fit; it is never shortened.
+        """Return the row of a sequence, with further pages if `length` tokens need them.
 
         Args:
-            row: the last result of `reserve` or `shrink` for this sequence; [] for a new one.
+            row: the last result of `reserve` or `shrink` for this sequence; [] for a new sequence.
+            length: the number of tokens that must fit.
 
-        Raises PoolFull, and changes nothing, if the pool has too few pages; ValueError for a row that is not in use.
+        Raises PoolFull if the pool has too few free pages; the pool is then unchanged. Raises ValueError if the row is
+        not in use.
         """
         check_int("length", length, 0)
         row, sinks = self._checked(row, max(0, len(row) - 1))
@@ -181,7 +185,7 @@ class PagePool:
         if first:
             row = array("i", [self._sinks.take()])
         new_pages = array("i", [self._pages.take() for _ in range(needed)])
-        if new_pages and self.format.sparse:  # which are written by setting bits
+        if new_pages and self.format.sparse:  # kernels write these pages by setting bits
             page = torch.tensor(new_pages, device=self.device)
             for tensors in self.tensors:
                 for name in self.format.shapes(0):
@@ -189,12 +193,13 @@ class PagePool:
         return row + new_pages
 
     def shrink(self, row: Sequence[int], length: int) -> Row:
-        """Return the row of a sequence without the pages that its first `length` tokens do not need, and free those.
+        """Free the pages after the first `length` tokens of a sequence; return the row without them.
 
         Args:
-            length: the number of tokens that stay; 0 frees all pages and returns an empty row.
+            row: the last result of `reserve` or `shrink` for this sequence.
+            length: the number of tokens to keep; 0 frees all pages and returns an empty row.
 
-        Raises ValueError for a row that is not in use.
+        Raises ValueError if the row is not in use.
         """
         check_int("length", length, 0)
         sinks = int(self.format.sink_tokens > 0)
@@ -207,17 +212,17 @@ class PagePool:
         return row[:keep]
 
     def _checked(self, row: Sequence[int], first: int = 0) -> tuple[Row, int]:
-        """Return (row as an array, its number of rows of sinks, 0 or 1); entries from `first` on must be in use."""
+        """Return (row as an array, 1 with sinks, otherwise 0); raise ValueError if entries from `first` on are free."""
         row = row if isinstance(row, array) else array("i", row)
         sinks = int(self.format.sink_tokens > 0)
         for place in range(first, len(row)):
             used = (self._sinks if place < sinks else self._pages).used
             if not (0 <= row[place] < len(used) and used[row[place]]):
-                raise ValueError(f"row[{place}]={row[place]} is not in use: a row is what reserve or shrink gave last")
+                raise ValueError(f"row[{place}]={row[place]} is not in use; pass the last result of reserve or shrink")
         return row, sinks
 
     def table(self, rows: Sequence[Row]) -> Tensor:
-        """Return rows as a tensor [B, P] int32 on the pool's device, padded with 0; P is at least 1."""
+        """Return the rows as a tensor [B, P] int32 on the pool's device, padded with 0; P is at least 1."""
         longest = max([1, *map(len, rows)])
         pages = torch.zeros(len(rows), longest, dtype=torch.int32)
         numbers = pages.numpy()
@@ -225,7 +230,7 @@ class PagePool:
             numbers[b, : len(row)] = row
         return pages.to(self.device)
 
-    # Tokens. lengths: tokens of each sequence that are in the pool already.
+    # Tokens. lengths: the number of tokens of each sequence that are already in the pool.
 
     @without_autocast
     @torch.no_grad()
@@ -240,21 +245,21 @@ class PagePool:
         *,
         backend: str = "auto",
     ) -> None:
-        """Write new tokens of one layer, rounded to the pages' format, over any earlier content.
+        """Write keys and values of new tokens in one layer, in the format of the pages.
 
         Args:
             layer: 0 to layers - 1.
-            k: [T, H, D], v: [T, H, V], fp32, bf16 or fp16, which need not be the format's dtype; any strides.
-            offsets: [B+1], int32 or int64, from 0 to T: the new tokens of each sequence, which may be none.
-            pages: [B, P] int32, of `table`; a sequence that occurs twice is written in no fixed order. New tokens
-                that would lie in a page of -1 are dropped (a row of -1 is padding of the batch).
-            lengths: [B], int32 or int64: token i of sequence b goes to its position lengths[b] + i.
+            k: [T, H, D], v: [T, H, V], fp32, bf16 or fp16, which may differ from the format's dtype; any strides.
+            offsets: [B+1], int32 or int64, from 0 to T: the new tokens of each sequence, possibly none.
+            pages: [B, P] int32, the result of `table`. A sequence must not occur twice. Tokens for a page of -1 are
+                dropped (a row of -1 pads the batch).
+            lengths: [B], int32 or int64: token i of sequence b has position lengths[b] + i.
             backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
         Raises:
-            TypeError, ValueError: what was expected and what came. Numbers that the format cannot hold (beyond fp16's
-                in pages of fp16, and in scales and zeros of codes) are refused where values can be read, on a CPU;
-                elsewhere they become infinite in pages of fp16, and are clamped as `rotatekv_compress` does in codes.
+            TypeError, ValueError: with the expected and the actual value. On a CPU, numbers beyond the range of fp16 in
+                fp16 pages, or in scales and zeros of codes, raise ValueError. On a GPU they become infinite in fp16
+                pages and are clamped in codes.
         """
         f, sizes = self.format, {"H": self.format.heads, "D": self.format.head_size, "V": self.format.value_size}
         check_int("layer", layer, 0, self.layers - 1)
@@ -272,12 +277,12 @@ class PagePool:
     def write_timestamps(
         self, timestamps: Tensor, offsets: Tensor, pages: Tensor, lengths: Tensor, *, backend: str = "auto"
     ) -> None:
-        """Write the seconds of new tokens, [T] int64, once for all layers; other arguments as in `write`."""
+        """Write the timestamps of new tokens, [T] int64 seconds, once for all layers; other arguments: see `write`."""
         self._check_timed()
         check_tensor("timestamps", timestamps, "T", {}, dtype=torch.int64, device=self.device)
         self._check_new(offsets, pages, lengths, timestamps=timestamps)
         if choose_backend(backend, timestamps, "PagePool.write_timestamps") == "reference":
-            page, slot = store.place(self.format, pages, *new_tokens(offsets, lengths, len(timestamps)))
+            page, slot = store.locate_tokens(self.format, pages, *new_tokens(offsets, lengths, len(timestamps)))
             owned = page >= 0
             self.timestamps[page[owned], slot[owned]] = timestamps[owned]
             return
@@ -290,26 +295,25 @@ class PagePool:
     def read(
         self, layer: int, pages: Tensor, lengths: Tensor, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (k [sum of lengths, H, D], v [.., H, V]) of sequences, end to end, as decoded from their pages.
+        """Return the concatenated keys [sum of lengths, H, D] and values [.., H, V] of sequences. Waits for the device.
 
         Args:
-            layer, pages, lengths: as in `write`; lengths: the tokens that are read.
-            dtype: of the result, the format's by default.
-
-        Waits for the device.
+            layer, pages: as in `write`.
+            lengths: [B], the number of tokens to read of each sequence.
+            dtype: the dtype of the result, the format's by default.
         """
         check_int("layer", layer, 0, self.layers - 1)
         where = self._tokens(pages, lengths)
         return store.read(self.tensors[layer], self.format, pages, *where, dtype or self.format.dtype)
 
     def read_timestamps(self, pages: Tensor, lengths: Tensor) -> Tensor:
-        """Return the seconds of sequences' tokens, [sum of lengths] int64; as `read`. Waits for the device."""
+        """Return the concatenated timestamps [sum of lengths] int64 of sequences; see `read`. Waits for the device."""
         self._check_timed()
-        return self.timestamps[store.place(self.format, pages, *self._tokens(pages, lengths))]
+        return self.timestamps[store.locate_tokens(self.format, pages, *self._tokens(pages, lengths))]
 
     def _check_timed(self) -> None:
         if not self.timed:
-            raise ValueError("the pool must have timestamps, got one of timed=False")
+            raise ValueError("the pool has no timestamps, since it was created with timed=False")
 
     def _tokens(self, pages: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         self.check_table(pages, lengths)
@@ -320,22 +324,23 @@ class PagePool:
         self.check_table(pages, lengths, offsets)
 
     def check_table(self, pages: Tensor, lengths: Tensor, offsets: Tensor | None = None) -> None:
-        """Validate a page table [B, P] for sequences of these lengths, and for new tokens by the offsets [B+1].
+        """Raise TypeError or ValueError for a wrong page table [B, P], checking the values of `readable` tensors.
 
-        A page of -1 is valid for new tokens only.
-
-        Checks values where they can be read (on a CPU). Raises TypeError or ValueError.
+        Args:
+            pages: the table; a page of -1 is valid for new tokens only.
+            lengths: [B], the number of tokens of each sequence in the pool.
+            offsets: [B+1] of new tokens, or None.
         """
         sizes = {} if offsets is None else {"B": offsets.shape[0] - 1}
         check_tensor("pages", pages, "B P", sizes, dtype=torch.int32, device=self.device)
         check_tensor("lengths", lengths, "B", sizes, dtype=INTEGER, device=self.device)
         if not readable(lengths) or not sizes["B"]:
             return
-        # In numpy, whose calls take a fifth of torch's time: every layer of a request comes here.
+        # numpy, whose calls take a fifth of torch's time: serving calls this for every layer of a request.
         cached, numbers = lengths.numpy(), pages.numpy()
         whole = cached if offsets is None else cached + np.diff(offsets.numpy())
         if int(cached.min()) < 0:
-            raise ValueError(f"lengths must not be below 0, got {int(cached.min())}")
+            raise ValueError(f"lengths must be at least 0, got {int(cached.min())}")
         sinks = int(self.format.sink_tokens > 0)
         room = (sizes["P"] - sinks) * self.format.page_size
         if int(whole.max()) > room:
@@ -354,12 +359,14 @@ class PagePool:
     # Files.
 
     def save(self, path, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        """Write sequences to one safetensors file, which appears as a whole or not at all.
+        """Write sequences to one safetensors file atomically.
 
         Args:
-            rows: of the sequences, which share no page; lengths: their numbers of tokens.
+            path: the file.
+            rows: the rows of the sequences, which must not share pages.
+            lengths: the number of tokens of each sequence.
 
-        Raises OSError if it cannot be written, also if the path is a device, a pipe or a folder.
+        Raises OSError if the file cannot be written, or if the path is a device, a pipe or a folder.
         """
         files.save(self, path, [self._checked(row)[0] for row in rows], lengths)
 
@@ -367,19 +374,21 @@ class PagePool:
     def load(
         cls, path, device: torch.device | str = "cpu", *, num_pages: int | None = None, num_sequences: int | None = None
     ) -> tuple[Self, list[Row], list[int]]:
-        """Return (pool, rows, lengths) from a file of `save`; rows are numbered anew.
+        """Return (pool, rows, lengths) from a file that `save` wrote; the rows differ from the saved ones.
 
         Args:
-            num_pages, num_sequences: of the new pool; by default those of the saved pool.
+            path: the file.
+            device: the device of the new pool.
+            num_pages, num_sequences: the sizes of the new pool; by default those of the saved pool.
 
-        Raises ValueError, in one line, for a file that is missing, damaged or something else, and PoolFull if the
-        sequences need more than num_pages or num_sequences.
+        Raises ValueError if the file is missing, damaged or of another format, and PoolFull if the sequences need more
+        than num_pages or num_sequences.
         """
         return files.load(cls, path, device, num_pages, num_sequences)[:3]
 
 
-class _Free:
-    """Numbers 0 .. count - 1, free or used."""
+class _FreeList:
+    """The numbers 0 .. count - 1, each free or used."""
 
     def __init__(self, count: int):
         self.free = array("i", range(count - 1, -1, -1))
@@ -400,21 +409,21 @@ class _Free:
         self.free.append(number)
 
 
-def _longer(x: Tensor, more: int) -> Tensor:
-    longer = x.new_empty(len(x) + more, *x.shape[1:])  # torch.cat would need the new zeros a second time
+def _extended(x: Tensor, more: int) -> Tensor:
+    longer = x.new_empty(len(x) + more, *x.shape[1:])  # torch.cat would allocate the zeros twice
     longer[: len(x)] = x
     longer[len(x) :] = 0
     return longer
 
 
 def new_tokens(offsets: Tensor, lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return (sequence, position in it) [T] int64 of new tokens after `lengths` [B] others; total: T."""
+    """Return (sequence, position) [T] int64 of new tokens that follow `lengths` [B] tokens. total: T."""
     sequence = sequence_ids(offsets, total)
     begins = lengths.long() - offsets[:-1].long()
     return sequence, torch.arange(total, device=offsets.device) + begins[sequence]
 
 
 def all_tokens(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sequence, position in it) [sum of lengths] int64. Waits for the device."""
+    """Return (sequence, position) [sum of lengths] int64 of all tokens. Waits for the device."""
     offsets = offsets_from_lengths(lengths.long())
     return new_tokens(offsets, torch.zeros_like(lengths), int(offsets[-1]))

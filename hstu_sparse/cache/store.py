@@ -1,10 +1,10 @@
-"""Read and write pages and RotateKV's codes in plain PyTorch: the specification of the kernels, on any device.
+"""Read and write pages and RotateKV's codes in plain PyTorch, on any device: the specification of the kernels.
 
 Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size, S sink tokens, G
 heads of a head group, C its channels, HG = H / G head groups, K channels of a key that pruning keeps.
 
-A position of a sequence is in slot `position % page_size` of its page `position // page_size`. With codes the first S
-positions of a sequence are stored uncompressed, in its row of sinks; their slots in the pages stay unused.
+A position of a sequence is in slot `position % page_size` of its page `position // page_size`. The first S positions of
+a sequence are sinks: they are stored uncompressed in another tensor, and their slots stay unused.
 
 Source: RotateKV (IJCAI 2025, arXiv 2501.16383), Mustafar (arXiv 2505.22913).
 """
@@ -20,15 +20,16 @@ from hstu_sparse.core.jagged import readable
 from hstu_sparse.core.launch import cdiv
 from hstu_sparse.core.precision import widened, working_dtype
 
-FP16_MOST = 65504.0
-LEAST = 2.0**-20  # the least scale: 16 of fp16's smallest steps, so that rounding changes it by at most 3%
+FP16_MAX = 65504.0
+MIN_SCALE = 2.0**-20  # 16 times the smallest fp16 number: rounding changes larger scales by at most 3%
 
 
 class Codes(NamedTuple):
-    """One side (keys or values) of T tokens, quantised and not yet packed.
+    """The codes of keys or of values of T tokens, not packed.
 
-    codes [T, HG, blocks * block] int64, 0 for dropped channels; scale, zero [T, HG, groups] fp16; mask: bool like
-    codes, or None if all channels are kept.
+    codes        [T, HG, blocks * block] int64, 0 for pruned channels
+    scale, zero  [T, HG, groups] fp16
+    mask         the kept channels, bool in the shape of codes; None for all
     """
 
     codes: Tensor
@@ -38,7 +39,7 @@ class Codes(NamedTuple):
 
 
 def hadamard_reference(x: Tensor) -> Tensor:
-    """Multiply x [..., n] by Sylvester's matrix times n ** -0.5, in x's dtype."""
+    """Multiply x [..., n] by Sylvester's matrix times n ** -0.5; the result has the dtype of x."""
     shape, n, dtype = x.shape, x.shape[-1], x.dtype
     (x,) = widened(x)
     step = 1
@@ -55,7 +56,7 @@ def grouped(x: Tensor, head_group: int) -> Tensor:
 
 
 def rotate(k: Tensor, head_group: int, channel_order: Tensor | None) -> Tensor:
-    """Permute and transform keys [T, H, D] to [T, HG, C], in their `working_dtype`."""
+    """Permute and transform keys [T, H, D] to [T, HG, C], in the `working_dtype`."""
     x = grouped(k, head_group).to(working_dtype(k.dtype))
     if channel_order is not None:
         x = x.gather(-1, channel_order.expand(x.shape))
@@ -63,7 +64,7 @@ def rotate(k: Tensor, head_group: int, channel_order: Tensor | None) -> Tensor:
 
 
 def rotate_back(x: Tensor, heads: int, channel_order: Tensor | None) -> Tensor:
-    """Invert `rotate`: [T, HG, C] -> [T, H, D]."""
+    """Apply the inverse of `rotate`: [T, HG, C] -> [T, H, D]."""
     x = hadamard_reference(x)
     if channel_order is not None:
         x = torch.empty_like(x).scatter_(-1, channel_order.expand(x.shape), x)
@@ -71,7 +72,7 @@ def rotate_back(x: Tensor, heads: int, channel_order: Tensor | None) -> Tensor:
 
 
 def prune(x: Tensor, num_kept: int) -> Tensor | None:
-    """Return a mask like x [T, HG, C] of the `num_kept` greatest magnitudes, ties to the first; None for all."""
+    """Return a mask [T, HG, C] of the `num_kept` largest magnitudes of x; ties: the first. None if all are kept."""
     if num_kept == x.shape[-1]:
         return None
     order = x.abs().sort(dim=-1, descending=True, stable=True).indices
@@ -79,23 +80,23 @@ def prune(x: Tensor, num_kept: int) -> Tensor | None:
 
 
 def check_fits(name: str, least: Tensor, most: Tensor, levels: int, refuse_small: bool = True) -> None:
-    """Raise ValueError if groups with numbers from `least` to `most` [...] need scales or zeros beyond fp16's range.
+    """Raise ValueError if fp16 scales and zeros cannot represent groups of numbers from `least` to `most` [...].
 
-    Too large: a zero or scale is beyond fp16. Too small: the greatest number of all needs a scale of less than LEAST,
-    which fp16 rounds to a few bits or to 0 (refuse_small). NaN fits: it comes back as NaN.
+    refuse_small: also raise if the largest magnitude of all groups needs a scale below MIN_SCALE. NaN is accepted, and
+    restored as NaN.
     """
     if not readable(least) or not least.numel():
         return
     peak = float(torch.maximum(most, -least).max())
-    if bool((least.abs() > FP16_MOST).any() | (most - least > FP16_MOST * levels).any()):
+    if bool((least.abs() > FP16_MAX).any() | (most - least > FP16_MAX * levels).any()):
         raise ValueError(
-            f"{name} must fit in fp16 scales and zeros, up to {FP16_MOST:g}, got {peak:g} (of keys after "
-            "their rotation): scale it down first"
+            f"{name} must fit in fp16 scales and zeros, up to {FP16_MAX:g}, got {peak:g} (keys: after the rotation); "
+            "scale it down"
         )
-    if refuse_small and 0 < peak < LEAST * levels:
+    if refuse_small and 0 < peak < MIN_SCALE * levels:
         raise ValueError(
-            f"{name} must reach {LEAST * levels:.1e}, below which fp16 scales of {levels + 1} levels lose it, got "
-            f"at most {peak:.1e}: scale it up first, or take fewer bits"
+            f"{name} must have magnitudes of at least {MIN_SCALE * levels:.1e} for fp16 scales of {levels + 1} levels, "
+            f"got at most {peak:.1e}; scale it up, or use fewer bits"
         )
 
 
@@ -103,11 +104,14 @@ def quantise(
     x: Tensor, side: Side, bits: int, mask: Tensor | None, inset: float = 0.0, name: str | None = None,
     refuse_small: bool = True,
 ) -> Codes:  # fmt: skip
-    """Quantise x [T, HG, C]; scale and zero are rounded to fp16 first, and the codes use the rounded ones.
+    """Quantise x [T, HG, C] with scales and zeros that are rounded to fp16 before codes are computed.
 
-    inset: share of a group's range that the codes leave out at either end. name: of x in the error for numbers that do
-    not fit (see `check_fits`); without a name they are clamped, as in the kernels. Like NaN, an infinity makes its
-    group NaN.
+    Args:
+        inset: the share of a group's range, at either end, that the codes do not cover.
+        name: the name of x in errors of `check_fits`; without a name, large numbers are clamped, as in the kernels.
+        refuse_small: see `check_fits`.
+
+    NaN or infinity in a group makes the whole group NaN.
     """
     x = x.masked_fill(x.isinf(), torch.nan)
     padding = side.groups * side.group - side.channels
@@ -124,8 +128,8 @@ def quantise(
     levels = 2**bits - 1
     if name is not None:
         check_fits(name, least, most, levels, refuse_small)
-    zero = least.clamp(-FP16_MOST, FP16_MOST).half()
-    scale = ((most - least) / levels).clamp(max=FP16_MOST).half()
+    zero = least.clamp(-FP16_MAX, FP16_MAX).half()
+    scale = ((most - least) / levels).clamp(max=FP16_MAX).half()
     inverse = torch.where(scale > 0, 1 / scale.to(x.dtype), 0)
     codes = ((x - zero.to(x.dtype)[..., None]) * inverse[..., None]).clamp(0, levels).round().long()
     codes = codes.masked_fill(~included, 0).flatten(-2)
@@ -133,7 +137,7 @@ def quantise(
 
 
 def dequantise(encoded: Codes, side: Side, dtype: torch.dtype) -> Tensor:
-    """Return [T, HG, C] of `dtype`: zero + scale * code for kept channels, else 0."""
+    """Return [T, HG, C] in `dtype`: zero + scale * code for kept channels, 0 for pruned ones."""
     codes = encoded.codes.unflatten(-1, (side.groups, side.group)).to(dtype)
     x = (encoded.zero.to(dtype)[..., None] + encoded.scale.to(dtype)[..., None] * codes).flatten(-2)
     if encoded.mask is not None:
@@ -144,7 +148,7 @@ def dequantise(encoded: Codes, side: Side, dtype: torch.dtype) -> Tensor:
 def encode(
     k: Tensor, v: Tensor, format: PageFormat, channel_order: Tensor | None, *, refuse_small: bool = True
 ) -> tuple[Codes, Codes]:
-    """Quantise keys and values [T, H, ...]; refuse_small: refuse numbers that vanish in fp16 scales, too."""
+    """Quantise keys [T, H, D] and values [T, H, V]. refuse_small: see `check_fits`."""
     assert format.bits is not None
     rotated = rotate(k, format.head_group, channel_order)
     mask = prune(rotated, format.num_kept)
@@ -156,7 +160,7 @@ def encode(
 def decode(
     keys: Codes, values: Codes, format: PageFormat, channel_order: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return (k [T, H, D], v [T, H, V]) of `dtype`."""
+    """Return (k [T, H, D], v [T, H, V]) in `dtype`."""
     k = rotate_back(dequantise(keys, format.keys, working_dtype(dtype)), format.heads, channel_order)
     v = dequantise(values, format.values, working_dtype(dtype))
     return k.to(dtype), v.reshape(v.shape[0], format.heads, format.value_size).to(dtype)
@@ -168,7 +172,7 @@ def _words(x: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, width: int, bits: int) -> Tensor:
-    """Pack codes [..., blocks * width] into words [..., blocks, words] int32, in the order that format.py defines."""
+    """Pack codes [..., blocks * width] into words [..., blocks, words] int32; format.py defines the order."""
     codes = codes.unflatten(-1, (-1, width))
     parts, done = [], 0
     for plane in planes(bits):
@@ -184,7 +188,7 @@ def pack(codes: Tensor, width: int, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, width: int, bits: int) -> Tensor:
-    """Invert `pack`: return int64 codes."""
+    """Return the codes, int64, that `pack` packed."""
     words, codes, start, done = words.long() & 0xFFFFFFFF, 0, 0, 0
     for plane in planes(bits):
         count = plane_words(width, plane)
@@ -198,7 +202,7 @@ def unpack(words: Tensor, width: int, bits: int) -> Tensor:
 
 
 def pack_kept(codes: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
-    """Pack the `count` codes that `mask` marks in each row [..., C] into words [..., words] int32."""
+    """Pack the `count` codes in each row [..., C] where `mask` is True into words [..., words] int32."""
     order = (~mask).byte().sort(dim=-1, stable=True).indices[..., :count]
     codes = codes.gather(-1, order)
     parts, done = [], 0
@@ -211,7 +215,7 @@ def pack_kept(codes: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
 
 
 def unpack_kept(words: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
-    """Invert `pack_kept`: return int64 codes, 0 for dropped channels."""
+    """Return the codes, int64, that `pack_kept` packed; 0 where `mask` is False."""
     rank = mask.long().cumsum(-1) - 1
     words, codes, start, done = words.long() & 0xFFFFFFFF, 0, 0, 0
     for plane in planes(bits):
@@ -223,14 +227,14 @@ def unpack_kept(words: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
     return codes.masked_fill(~mask, 0)
 
 
-def place(format: PageFormat, pages: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (page, slot) of positions of sequences, which broadcast; with sinks, their row is column 0 of `pages`."""
+def locate_tokens(format: PageFormat, pages: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (page, slot) of positions of sequences, which broadcast. With sinks, column 0 of `pages` is their row."""
     column = position // format.page_size + (format.sink_tokens > 0)
     return pages[sequence, column].long(), position % format.page_size
 
 
 def padded_keys(k: Tensor, format: PageFormat) -> Tensor:
-    """Return k [T, H, D] with the zeros that the Hadamard transform needs."""
+    """Pad k [T, H, D] with zeros to [T, H, format.coded_size]."""
     return F.pad(k, (0, format.coded_size - format.head_size)) if format.coded_size != format.head_size else k
 
 
@@ -238,11 +242,8 @@ def write(
     tensors: dict[str, Tensor], format: PageFormat, k: Tensor, v: Tensor, pages: Tensor, sequence: Tensor,
     position: Tensor, channel_order: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write keys [T, H, D] and values [T, H, V] to positions [T] of sequences [T], and change nothing else.
-
-    Tokens for a page below 0 are dropped.
-    """
-    page, slot = place(format, pages, sequence, position)
+    """Write keys [T, H, D] and values [T, H, V] to positions [T] of sequences [T]; drop tokens for pages below 0."""
+    page, slot = locate_tokens(format, pages, sequence, position)
     owned = page >= 0
     if not bool(owned.all()):
         k, v, sequence, position, page, slot = (x[owned] for x in (k, v, sequence, position, page, slot))
@@ -262,7 +263,7 @@ def write(
 
 
 def _rounded(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in a dtype; ValueError if a finite number would become infinite."""
+    """Return x in `dtype`; raise ValueError if a finite number would become infinite."""
     rounded = x.to(dtype)
     if dtype == torch.float16 and bool((rounded.isinf() & x.isfinite()).any()):
         raise ValueError(f"{name} must fit in float16 pages, up to 65504, got {float(x.abs().max()):g}")
@@ -270,13 +271,13 @@ def _rounded(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_codes(tensors, format: PageFormat, keys: Codes, values: Codes, page, slot) -> None:
-    """Pack T tokens into pages, token i into slot[i] of page[i]."""
+    """Pack the codes of T tokens into pages, token i into slot[i] of page[i]."""
     bits = format.bits
     assert bits is not None
     if format.sparse:
         mask = keys.mask if keys.mask is not None else torch.ones_like(keys.codes, dtype=torch.bool)
         tensors["k_codes"][page, :, slot] = pack_kept(keys.codes, mask, format.num_kept, bits)
-        # Each bit is set once, in a page that held zeros, so that adding sets it.
+        # Adding sets bits, since they are 0 before and each is set once.
         mark = torch.where(mask, torch.ones_like(slot)[:, None, None] << slot[:, None, None], 0)
         tensors["k_bitmap"].index_add_(0, page, mark)
     else:
@@ -304,8 +305,8 @@ def read(
     tensors: dict[str, Tensor], format: PageFormat, pages: Tensor, sequence: Tensor, position: Tensor,
     dtype: torch.dtype, channel_order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (keys [T, H, D], values [T, H, V]) of `dtype` at positions [T] of sequences [T]."""
-    page, slot = place(format, pages, sequence, position)
+    """Return (keys [T, H, D], values [T, H, V]) in `dtype` at positions [T] of sequences [T]."""
+    page, slot = locate_tokens(format, pages, sequence, position)
     if format.bits is None:
         return tensors["k"][page, :, slot].to(dtype), tensors["v"][page, :, slot].to(dtype)
     k, v = decode(*read_codes(tensors, format, page, slot), format, channel_order, dtype)
@@ -321,7 +322,7 @@ def read(
 
 
 def page_columns(format: PageFormat, pages: Tensor, longest: int, num_pages: int) -> Tensor:
-    """Return the columns of a page table that hold the first `longest` positions, [B, P], with a page in each place."""
+    """Return the columns of a page table for the first `longest` positions, with page numbers clamped to valid ones."""
     first = int(format.sink_tokens > 0)
     return pages[:, first : first + cdiv(longest, format.page_size)].long().clamp(0, num_pages - 1)
 
@@ -329,7 +330,7 @@ def page_columns(format: PageFormat, pages: Tensor, longest: int, num_pages: int
 def read_padded(
     tensors: dict[str, Tensor], format: PageFormat, pages: Tensor, inside: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return (keys [B, H, n, D], values [B, H, n, V]) of `dtype`, 0 where `inside` [B, n] is False."""
+    """Return (keys [B, H, n, D], values [B, H, n, V]) in `dtype`, 0 where `inside` [B, n] is False."""
     if format.bits is None:
         columns, outside = page_columns(format, pages, inside.shape[1], len(tensors["k"])), ~inside[:, None, :, None]
         whole = (tensors[name][columns].transpose(1, 2).flatten(2, 3)[:, :, : inside.shape[1]] for name in ("k", "v"))

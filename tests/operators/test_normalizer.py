@@ -99,5 +99,5 @@ def test_refused_if_not_finite(value):
 
 def test_softmax_has_none():
     q = make_jagged(LENGTHS, (2, 16))
-    with pytest.raises(ValueError, match="normalizer is for activation='silu'"):
+    with pytest.raises(ValueError, match="needs activation='silu', got 'softmax'"):
         rotatekv(q, None, None, N, activation="softmax", normalizer=3.0)

@@ -67,7 +67,7 @@ def test_a_row_that_was_given_back_is_refused():
     row = pool.reserve([], 40)
     assert len(pool.shrink(row, 0)) == 0
     for call in (pool.shrink, pool.reserve):
-        with pytest.raises(ValueError, match="is not in use: a row is what reserve or shrink gave last"):
+        with pytest.raises(ValueError, match="is not in use; pass the last result of reserve or shrink"):
             call(row, 0)
     with pytest.raises(ValueError, match=r"row\[0\]=7 is not in use"):
         pool.shrink([7], 0)
@@ -138,7 +138,7 @@ def test_sizes_are_what_is_allocated():
                 rows.append(pool.reserve([], 200))
             with pytest.raises(PoolFull):
                 pool.reserve([], 200)
-    with pytest.raises(ValueError, match="num_bytes must hold a sequence of 200 tokens"):
+    with pytest.raises(ValueError, match=r"num_bytes must be at least .* for a sequence of 200 tokens"):
         PagePool.within(format, 1000, 200)
 
 
@@ -170,8 +170,8 @@ def test_file(tmp_path, name):
     ("rows", "lengths", "message"),
     [
         (lambda a, b: [a, a], [5, 5], "rows must not share pages"),
-        (lambda a, b: [a, b], [5, 21], "a sequence of 21 tokens has a row of 2, expected 3"),
-        (lambda a, b: [a], [5, 5], "lengths must be as many as rows, 1, got 2"),
+        (lambda a, b: [a, b], [5, 21], "the row of 21 tokens must have 3 entries, got 2"),
+        (lambda a, b: [a], [5, 5], "lengths must have one entry for each of 1 rows, got 2"),
         (lambda a, b: [a, [99, 98]], [5, 5], "is not in use"),
     ],
 )
@@ -185,18 +185,18 @@ def test_rows_that_do_not_fit_are_not_saved(tmp_path, rows, lengths, message):
 @pytest.mark.parametrize(
     ("change", "tensors", "message"),
     [
-        (lambda facts: [1], lambda x: None, "its facts must be"),
-        (lambda facts: facts.update(layers=3), lambda x: None, "holds other tensors than its facts say"),
+        (lambda facts: [1], lambda x: None, "the facts must be"),
+        (lambda facts: facts.update(layers=3), lambda x: None, "the tensors do not match the facts"),
         (lambda facts: facts.update(layers=-1), lambda x: None, "layers must be at least 1"),
         (lambda facts: facts.update(num_pages=2.5), lambda x: None, "num_pages must be a whole number"),
         (lambda facts: facts.update(num_pages=1), lambda x: None, "num_pages must be at least 3, got 1"),
-        (lambda facts: facts["format"].update(dtype="int8"), lambda x: None, "cannot hold keys of int8"),
+        (lambda facts: facts["format"].update(dtype="int8"), lambda x: None, "dtype must be floating point, got int8"),
         (lambda facts: facts["format"].update(bits=5), lambda x: None, "bits must be one of"),
         (lambda facts: facts["format"].update(heads=4), lambda x: None, r"0.k_codes must be"),
         (lambda facts: facts["format"].update(more=4), lambda x: None, "more"),
         (lambda facts: None, lambda x: x["lengths"].add_(16), "must be"),
-        (lambda facts: None, lambda x: x["lengths"].sub_(18), "none below 0"),
-        (lambda facts: None, lambda x: x.update(lengths=torch.tensor([1.0])), "int64, none below 0"),
+        (lambda facts: None, lambda x: x["lengths"].sub_(18), "all at least 0"),
+        (lambda facts: None, lambda x: x.update(lengths=torch.tensor([1.0])), "int64, all at least 0"),
     ],
 )  # fmt: skip
 def test_forged_file_is_refused_in_one_line(tmp_path, change, tensors, message):

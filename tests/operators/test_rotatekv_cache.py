@@ -28,16 +28,16 @@ def forge(path, change, tensors=lambda x: None):
 @pytest.mark.parametrize(
     ("change", "tensors", "message"),
     [
-        (lambda facts: facts["format"].update(sparsity=0.55), lambda x: None, "k_bitmap does not keep"),
-        (lambda facts: None, lambda x: x["0.k_bitmap"].zero_(), "k_bitmap does not keep 32 channels of every token"),
-        (lambda facts: None, lambda x: x["0.k_bitmap"].bitwise_not_(), "k_bitmap does not keep"),
-        (lambda facts: None, lambda x: x["0.k_ranges"].fill_(float("nan")), "k_ranges holds NaN or infinity"),
+        (lambda facts: facts["format"].update(sparsity=0.55), lambda x: None, "k_bitmap must keep"),
+        (lambda facts: None, lambda x: x["0.k_bitmap"].zero_(), "k_bitmap must keep 32 channels of every token"),
+        (lambda facts: None, lambda x: x["0.k_bitmap"].bitwise_not_(), "k_bitmap must keep"),
+        (lambda facts: None, lambda x: x["0.k_ranges"].fill_(float("nan")), "k_ranges has NaN or infinity"),
         (lambda facts: None, lambda x: x.update(lengths=torch.tensor(7)), "lengths must be"),
         (lambda facts: facts["format"].update(heads=2.0), lambda x: None, "heads must be a whole number, got 2.0"),
         (lambda facts: facts["format"].update(value_size=-1), lambda x: None, "value_size must be at least 1"),
-        (lambda facts: facts["format"].update(dtype="nn"), lambda x: None, "cannot hold keys of nn"),
+        (lambda facts: facts["format"].update(dtype="nn"), lambda x: None, "dtype must be floating point, got nn"),
         (lambda facts: facts["format"].update(head_size=10**30), lambda x: None, "head_size must be at most"),
-        (lambda facts: [1], lambda x: None, "its facts must be"),
+        (lambda facts: [1], lambda x: None, "the facts must be"),
     ],
 )  # fmt: skip
 def test_forged_file_is_refused_in_one_line(tmp_path, change, tensors, message):
@@ -66,7 +66,7 @@ def test_nan_is_not_saved(tmp_path, options):
     k, v, offsets = make()
     k[1] = float("nan")
     cache = rotatekv_compress(k, v, offsets, **options)
-    with pytest.raises(ValueError, match="holds NaN or infinity"):
+    with pytest.raises(ValueError, match="has NaN or infinity"):
         cache.save(tmp_path / "cache")
     assert not list(tmp_path.iterdir())
 
@@ -87,9 +87,9 @@ def test_only_files_are_written_and_read(tmp_path, kind):
         path.mkdir()
     else:
         path.symlink_to(os.devnull)
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         cache.save(path)
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         RotateKVCache.load(path)
     assert path.exists() and not path.is_file()
 
@@ -127,7 +127,9 @@ def test_what_does_not_fit_in_fp16_scales_is_refused(size, name, bits, backend):
         pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
     k, v, offsets = make((3, 2))
     inputs = {"k": k, "v": v} | {name: size * {"k": k, "v": v}[name]}
-    message = f"{name} must fit in fp16 scales" if size > 1 else f"{name} must reach .* scale it up first"
+    message = (
+        f"{name} must fit in fp16 scales" if size > 1 else f"{name} must have magnitudes of at least .* scale it up"
+    )
     for function in (rotatekv_compress, rotatekv_round_trip):
         with pytest.raises(ValueError, match=message):
             function(**inputs, seq_offsets=offsets, bits=bits, backend=backend)

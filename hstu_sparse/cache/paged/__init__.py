@@ -1,4 +1,4 @@
-"""Attention of new tokens to keys and values that lie in the pages of a pool."""
+"""Compute attention of new tokens to keys and values in the pages of a pool."""
 
 from hstu_sparse.cache.paged.api import paged_attention
 

@@ -1,4 +1,4 @@
-"""Paged attention: the public function, its validation and the choice of implementation.
+"""Define `paged_attention` and its validation.
 
 Letters: Tq new tokens, B sequences, P columns of the page table, H heads, D query/key and V value head size, N
 max_seq_len.
@@ -37,50 +37,49 @@ def paged_attention(
     bias: RelativeBias | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute attention of new tokens to the tokens of their sequence in a pool, and to themselves.
+    """Compute attention of new tokens to the cached tokens of their sequence in a pool, and to themselves.
 
         silu:     o[t] = (1/N) * sum over s of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
         softmax:  o[t] = sum over s of softmax(scale * q[t].k[s] + b(t, s)) * v[s]
 
-    By default the new tokens follow those in the pool: token i of sequence b stands at position p = lengths[b] + i. It
-    sees positions s < p as the pages have them, and itself as k and v are. Where a sequence has more than one new
-    token, they must have been written before (`PagePool.write`, with the same offsets, pages and lengths): so it does
-    not matter in which portions tokens come, whatever the pages' format.
+    By default new token i of sequence b has position p = lengths[b] + i. It attends to positions s < p in the pages,
+    and to itself by k and v. If a sequence has more than one new token, write them first (`PagePool.write`, with the
+    same offsets, pages and lengths). Results do not depend on how tokens are divided into calls, whatever the format.
 
-    With candidates=True each new token stands at position lengths[b], and sees the positions before it and itself, but
-    no other new token. Nothing is read from the pages behind lengths[b]. With `window_size` W > 0 a token at position p
-    sees positions s with p - s < W alone. Where each sequence has one new token both are
-    the same, bit for bit, and candidates=True is faster with a bias.
+    With candidates=True all new tokens have position lengths[b]. Each attends to earlier positions and to itself, not
+    to other candidates. Pages after lengths[b] are not read. If each sequence has one new token, both modes return the
+    same bits, and candidates=True is faster with a bias.
 
-    With `num_context` the first tokens of a sequence are context, as in `hstu_attention`: they see one another and
-    nothing else, all others see them whatever the window, and they have the position before the first event's. They
-    come all at once, as the first new tokens of their sequence. Their times are the caller's: the first event's
-    for the results of `hstu_attention`.
+    With `window_size` W > 0 a token at position p attends to positions s with p - s < W only.
+
+    With `num_context` the first tokens of a sequence are context, as in `hstu_attention`: they attend to one another
+    only, all other tokens attend to them whatever the window, and they have the position before the first event. All
+    context tokens of a sequence must come in one call, as its first new tokens. For the results of `hstu_attention`,
+    give them the time of the first event.
 
     Args:
-        q: [Tq, H, D], k: [Tq, H, D], v: [Tq, H, V]: the new tokens, fp32, bf16 or fp16 (the reference also fp64), which
-            need not be the pool's dtype; any strides. D and V from 16 to 256 for the kernels.
-        q_offsets: [B+1], int32 or int64, from 0 to Tq: the new tokens of each sequence, which may be none.
-        pool: of PageFormat(H, D, V, ...); unpruned, and not of 3 bits.
-        pages: [B, P] int32, of `PagePool.table`. New tokens of a row of -1, which is padding, see themselves alone; the
-            results of others that come behind dropped tokens (`PagePool.write`) are arbitrary.
-        lengths: [B], int32 or int64: tokens of each sequence in the pool before the new ones, which may be none.
-        max_seq_len: N, at least the tokens of the longest sequence, new ones included (candidates: one of them).
-        layer: whose pages of the pool.
+        q: [Tq, H, D], k: [Tq, H, D], v: [Tq, H, V]: the new tokens, fp32, bf16 or fp16 (the reference also fp64); the
+            dtype may differ from the pool's; any strides. The kernels support D and V from 16 to 256.
+        q_offsets: [B+1], int32 or int64, from 0 to Tq: the new tokens of each sequence, possibly none.
+        pool: a pool of PageFormat(H, D, V, ...) without sparsity and with other than 3 bits.
+        pages: [B, P] int32, the result of `PagePool.table`. New tokens of a row of -1, which pads the batch, attend to
+            themselves only. Results of new tokens after dropped ones (`PagePool.write`) are undefined.
+        lengths: [B], int32 or int64: the number of cached tokens of each sequence before the new ones, possibly 0.
+        max_seq_len: N, at least the length of the longest sequence including its new tokens (candidates: one of them).
+        layer: the layer of the pool.
         candidates: see above.
-        window_size: W in tokens, the token itself included, 0 for none.
-        num_context: [B], int32 or int64, the context tokens of each sequence, cached or new; None for none.
+        window_size: W in tokens, including the token itself; 0 for no window.
+        num_context: [B], int32 or int64, the number of context tokens of each sequence, cached or new; None for none.
         activation: "silu" or "softmax".
         scale: factor of the scores, D ** -0.5 by default.
         normalizer: a finite number above 0 in place of N in the factor 1/N of silu; `max_seq_len` by default.
-        bias: position table of at least max_seq_len entries, read at p - s; time table with the times of the new
-            tokens, `timestamps` and `query_timestamps` [Tq], those of cached tokens being the pool's
-            (`PagePool.write_timestamps`). With candidates both are [B]: all candidates of a sequence share a time.
+        bias: the position table has at least max_seq_len entries, read at p - s. `timestamps` and `query_timestamps`
+            are those of the new tokens, [Tq], or [B] with candidates, since all candidates of a sequence have the same
+            time. The timestamps of cached tokens are in the pool (`PagePool.write_timestamps`).
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [Tq, H, V], dtype of q. No gradients. Another order of candidates gives the same results in that order, bit for
-        bit.
+        [Tq, H, V], dtype of q. Not differentiable. Results of candidates do not depend on their order.
 
     Examples:
         >>> pool = hstu_sparse.PagePool(hstu_sparse.PageFormat(1, 16, 16), 8)  # 1 head of 16, 8 pages
@@ -92,11 +91,11 @@ def paged_attention(
         >>> out = hstu_sparse.paged_attention(
         ...     q, new, new, torch.tensor([0, 1]), pool, pages, torch.tensor([3]), 4, activation="softmax"
         ... )
-        >>> out[0, 0, 0]  # the mean of three cached ones and the new zero
+        >>> out[0, 0, 0]  # the mean of three cached values 1 and the new value 0
         tensor(0.7500)
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
 
     Source: M-FALCON of Zhai et al., Actions Speak Louder than Words (arXiv 2402.17152); paged caches as in vLLM (arXiv
     2309.06180).
@@ -106,8 +105,8 @@ def paged_attention(
     form = pool.format
     if form.bits == 3 or form.sparsity:
         raise ValueError(
-            f"pages must be as they are or of 2, 4 or 8 bits unpruned, got bits={form.bits}, sparsity={form.sparsity}: "
-            "hstu_sparse.rotatekv_attention takes those"
+            "paged_attention supports bits=None, 2, 4 or 8 and sparsity=0, got "
+            f"bits={form.bits}, sparsity={form.sparsity}; use hstu_sparse.rotatekv_attention"
         )
     sizes = {"H": form.heads, "D": form.head_size, "V": form.value_size}
     check_tensor("q", q, "Tq H D", sizes, device=pool.device)
@@ -129,7 +128,7 @@ def paged_attention(
             check_context(num_context, lengths, new)
         longest = int((lengths + new).max())
         if longest > max_seq_len:
-            raise ValueError(f"a sequence has {longest} tokens, new ones included, more than max_seq_len={max_seq_len}")
+            raise ValueError(f"a sequence has {longest} tokens with its new ones, more than max_seq_len={max_seq_len}")
     bias = check_bias(bias, max_seq_len, lengths.shape[0] if candidates else sizes["Tq"], q.device)
     scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"])._replace(window=window_size)
     queries = Queries(q, k, v, q_offsets, lengths, candidates, num_context)
@@ -141,10 +140,10 @@ def paged_attention(
 
 
 def check_context(num_context: Tensor, lengths: Tensor, new: Tensor) -> None:
-    """Raise ValueError unless the context of each sequence, [B], is in the pool or begins the new tokens."""
+    """Raise ValueError unless the context of each sequence is cached, or is at the beginning of its new tokens."""
     complete = (num_context <= lengths) | (lengths == 0) & (num_context <= new) | (new == 0)
     for b in (~complete | (num_context < 0)).nonzero()[:, 0].tolist():
         raise ValueError(
-            f"num_context of sequence {b} must be from 0 to its cached tokens, {int(lengths[b])}, or to its new ones, "
-            f"{int(new[b])}, if none are cached, got {int(num_context[b])}"
+            f"num_context of sequence {b} must be from 0 to its {int(lengths[b])} cached tokens, or without cached "
+            f"tokens to its {int(new[b])} new ones, got {int(num_context[b])}"
         )

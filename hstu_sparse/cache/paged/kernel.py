@@ -1,20 +1,22 @@
-"""Define attention of tiles of new tokens to the pages of their sequence, and the merge of its parts.
+"""Define the kernels of attention of new tokens to the pages of their sequence, and of the merge of parts.
 
 Letters: Tq new tokens, B sequences, P columns of the page table, S sink tokens, H heads, D query/key and V value head
 size, G heads of a head group, C its key channels, R positions of a tile.
 
-A program has BQ new tokens of one sequence for HEADS heads of one head group, in rows head * BQ + token, and a part of
-the sequence's pages, over which it iterates in tiles of R positions. Uncompressed pages have no head groups (G = 1).
-Codes lie by head group: if new tokens are few a program takes all heads of a group, so that each code is unpacked once.
+A program has BQ new tokens of one sequence for HEADS heads of one head group, in rows head * BQ + token. It loops over
+a part of the sequence's pages in tiles of R positions. If there are few new tokens, a program has all heads of a group,
+so that each code is unpacked once. Uncompressed pages have groups of one head (G = 1).
 
-Keys stay rotated: with Sylvester's matrix of C = G * D channels as the product of one of G and one of D,
+The kernel transforms queries instead of transforming cached keys back. Sylvester's matrix of C = G * D channels is the
+Kronecker product of those of G and D, so that
 
     q[h] . k[h] = C^(-1/2) * sum over heads g of the group of sign(h, g) * (Hadamard(q[h]) . k'[g])
 
-so that a new token's query is transformed once, and is multiplied by the codes of the whole group as they are. The
-product with a quantisation group is scaled if rows are few (SCALED), and otherwise the codes before the product. Only
-RoPE needs the keys themselves, since it does not commute with the transform: they are restored tile by tile. It rotates
-position 64 a + r by the angle of 64 a and by that of r: two small tables instead of one row per position.
+and the transformed query is multiplied by the codes k' of the whole group. With few rows (SCALED) scale and zero are
+applied to the products, otherwise to the codes.
+
+RoPE does not commute with the transform: with RoPE each tile of keys is restored. Position 64 a + r is rotated by the
+angle of 64 a and by the angle of r, so that two small tables suffice.
 """
 
 from typing import NamedTuple
@@ -24,7 +26,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bias.scores import table_bias
-from hstu_sparse.cache.codec import Pages, halves_of, load_codes, sign
+from hstu_sparse.cache.codec import Pages, load_codes, sign, unpack_halves
 from hstu_sparse.cache.decode import load_keys, load_values, restored_blocks
 from hstu_sparse.tiles.rows import in_registers, load_rows, locate, opaque, silu
 
@@ -33,13 +35,11 @@ from hstu_sparse.tiles.rows import in_registers, load_rows, locate, opaque, silu
 def candidate_bias_kernel(
     out, pages, lengths, num_context, timestamps, bias, P, PAGE: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write out[b, s], fp32: the candidates' bias with token s of sequence b, at s = lengths[b] with themselves.
+    """Write out [B, P * PAGE + 1] fp32: the bias of candidates and cached token s, at s = lengths[b] with themselves.
 
-    out: [B, P * PAGE + 1]; entries after lengths[b] are not written. Each program writes BLOCK positions.
-
-    Candidates have one position and one time, so their bias depends on the key alone. If the kernel of attention looked
-    it up in the tables, Triton (3.6, 3.7) would have every thread look up each of its columns of a tile: PTX for 128
-    candidates then has 230 loads of 4 bytes in place of 5.
+    All candidates of a sequence have the same position and time, so that their bias depends on the key only. A look-up
+    in the attention kernel would be repeated for every column of each thread (Triton 3.6, 3.7): 230 loads of 4 bytes in
+    place of 5 for 128 candidates. Each program writes BLOCK positions; entries after lengths[b] are not written.
     """
     b = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + b).to(tl.int32)
@@ -63,20 +63,20 @@ def candidate_bias_kernel(
     tl.store(out + b * (P * PAGE + 1) + position, values, inside)
 
 
-# Signs of the matrices of a channel order, of all channels, that may be in shared memory throughout the loop, where the
-# compiler puts loop invariants: 64 KB. For 1,024 channels it is 512 KB.
-MOST_SIGNS = tl.constexpr(32768)
+# The maximum number of elements of the sign matrices of a channel order (64 KB). The compiler keeps these loop
+# invariants in shared memory; those of 1,024 channels would need 512 KB.
+MAX_SIGNS = tl.constexpr(32768)
 
 
 class History(NamedTuple):
-    """The cached keys and values as the kernel takes them.
+    """The cached keys and values.
 
     source      their tensors
-    table       [B, P] the pages of each sequence, or None: its tokens are pages of one, from offsets[b] on
-    offsets     [B+1] without a table
+    table       [B, P], the page table; None if each token is a page, those of sequence b from offsets[b] on
+    offsets     [B+1], without a table
     timestamps  of each slot of a page, with a time bias
-    order       [H / G, C] the index of each channel among the permuted ones, or None
-    near, far   [.., 2, D / 2] cos and sin of the angles of positions 0, 1, .. and 0, 64, 128, .. (RoPE), or None
+    order       [H / G, C], the inverse permutation of the channels, or None
+    near, far   [.., 2, D / 2], cos and sin of the angles of positions 0, 1, .. and 0, 64, 128, .. (RoPE), or None
     """
 
     source: Pages
@@ -89,10 +89,10 @@ class History(NamedTuple):
 
 
 @triton.jit
-def find(history, first, position, inside, form, CANDIDATES: tl.constexpr):
-    """Return (page, slot) of positions; page 0, of any content, in place of -1, where new tokens were dropped.
+def locate_tokens(history, first, position, inside, form, CANDIDATES: tl.constexpr):
+    """Return (page, slot) of positions. Dropped tokens, whose page is -1, get page 0.
 
-    first: pointer to the sequence's row of the table; without a table its first token.
+    first: pointer to the sequence's row of the table; without a table the sequence's first token.
     """
     if history.table is None:
         return first + position, position * 0
@@ -105,7 +105,7 @@ def find(history, first, position, inside, form, CANDIDATES: tl.constexpr):
 
 @triton.jit
 def load_group(x, token, head, mask, channel, first_head, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """Load channels of a head group of `Rows`, [rows, channels]; each row has its own head's, else zeros."""
+    """Load channels of a head group of x (`Rows`), [rows, channels]; channels of other heads than the row's are 0."""
     member = channel // SIZE
     belongs = mask[:, None] & (first_head + member[None, :] == head[:, None]) & (channel < CHANNELS)[None, :]
     row = x.pointer + token[:, None] * x.stride_t + head[:, None].to(tl.int64) * x.stride_h
@@ -114,12 +114,12 @@ def load_group(x, token, head, mask, channel, first_head, SIZE: tl.constexpr, CH
 
 @triton.jit
 def rotated_queries(q_rows, member, first_member, order, rotation, form, HEADS: tl.constexpr):
-    """Return a tuple of blocks [rows, BW] of the queries, transformed as the codes of a head group are."""
+    """Return a tuple of blocks [rows, BW] of the transformed queries."""
     DTYPE: tl.constexpr = q_rows.dtype
     BW: tl.constexpr = form.K_BLOCK
     BLOCKS: tl.constexpr = form.K_BLOCKS
-    # In shared memory they would begin where the tiles of keys do. ptxas 12.8 then made a descriptor of keys in blocks
-    # of 32 channels from an address in bytes, and the kernel read outside of its memory.
+    # Queries in shared memory would begin at the address of the tiles of keys. ptxas 12.8 then makes a wrong descriptor
+    # of keys in blocks of 32 channels, and the kernel reads outside of its memory.
     q_rows = in_registers(q_rows, BW == 32 and q_rows.shape[0] >= 64)
     place = tl.arange(0, q_rows.shape[1])
     blocks = ()
@@ -141,16 +141,16 @@ def rotated_queries(q_rows, member, first_member, order, rotation, form, HEADS: 
 
 
 @triton.jit
-def turned_keys(x, start, near, far, D: tl.constexpr, OW: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr = 64):
-    """Return a tuple of OUT key blocks [R, PAD] fp32, of whole heads, rotated to the positions from `start` on.
+def rope_keys(x, start, near, far, D: tl.constexpr, OW: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr = 64):
+    """Apply RoPE to a tuple of OUT blocks [R, PAD] fp32 of keys, at the positions from `start` on.
 
-    OW: the channels of a block without padding.
+    OW: the number of channels of a block without padding.
     """
     HALF: tl.constexpr = D // 2
     STEP: tl.constexpr = HALF // OW
     step = tl.arange(0, x[0].shape[0])[:, None]
     place = tl.arange(0, x[0].shape[1])
-    turned = ()
+    rotated = ()
     for o in tl.static_range(OUT):
         angle = tl.where(place < OW, o * OW % HALF + place, 0)[None, :]
         n = near + (start % TILE + step) * (2 * HALF) + angle
@@ -158,15 +158,18 @@ def turned_keys(x, start, near, far, D: tl.constexpr, OW: tl.constexpr, OUT: tl.
         a, b, c, d = tl.load(n), tl.load(n + HALF), tl.load(f), tl.load(f + HALF)
         cos, sin = a * c - b * d, a * d + b * c
         if o // STEP % 2 == 0:
-            turned += (x[o] * cos - x[o + STEP] * sin,)
+            rotated += (x[o] * cos - x[o + STEP] * sin,)
         else:
-            turned += (x[o] * cos + x[o - STEP] * sin,)
-    return turned
+            rotated += (x[o] * cos + x[o - STEP] * sin,)
+    return rotated
 
 
 @triton.jit
 def visible(inside, at, token, front, window, WINDOW: tl.constexpr, CONTEXT: tl.constexpr):
-    """Return (distances in positions, which are seen) [rows, R] of tokens `at` and `token`; front: those of context."""
+    """Return (distances in positions, visible pairs) [rows, R] of queries `at` and keys `token`.
+
+    front: the number of context tokens.
+    """
     distance = at[:, None] - token[None, :]
     seen = distance > 0
     if CONTEXT:
@@ -182,8 +185,8 @@ def visible(inside, at, token, front, window, WINDOW: tl.constexpr, CONTEXT: tl.
 
 
 @triton.jit
-def biased(scores, distance, seen, inside, token, query_time, cached_times, bias, candidates):
-    """Return scores [rows, R] of pairs plus their bias; cached_times: (the pool's times, the tokens' places there)."""
+def add_bias(scores, distance, seen, inside, token, query_time, cached_times, bias, candidates):
+    """Return scores [rows, R] plus their bias. cached_times: (pointer to the timestamps, offsets of the keys)."""
     if candidates is not None:
         scores += tl.load(candidates + token, inside, 0.0)[None, :]
     elif bias.position is not None or bias.time is not None:
@@ -195,20 +198,20 @@ def biased(scores, distance, seen, inside, token, query_time, cached_times, bias
 
 
 @triton.jit
-def weigh(scores, seen, greatest, total, SOFTMAX: tl.constexpr, FAST: tl.constexpr):
-    """Return (weights [rows, R] of scores, new greatest score, new total, factor of the earlier sums)."""
+def attention_weights(scores, seen, score_max, total, SOFTMAX: tl.constexpr, FAST: tl.constexpr):
+    """Return (weights [rows, R], new score_max, new total, the factor that rescales earlier sums)."""
     factor = total * 0.0 + 1.0
     if SOFTMAX:
         scores = tl.where(seen, scores, float("-inf"))
-        new = tl.maximum(greatest, tl.max(scores, 1))
+        new = tl.maximum(score_max, tl.max(scores, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
-        factor = tl.exp(greatest - safe)
+        factor = tl.exp(score_max - safe)
         weights = tl.exp(scores - safe[:, None])
         total = total * factor + tl.sum(weights, 1)
-        greatest = new
+        score_max = new
     else:
         weights = tl.where(seen, silu(scores, FAST), 0.0)
-    return weights, greatest, total, factor
+    return weights, score_max, total, factor
 
 
 @triton.jit(do_not_specialize=["B", "P", "S", "Tq", "SPLITS", "window"])
@@ -219,12 +222,13 @@ def paged_attention_fwd_kernel(
     WINDOW: tl.constexpr, SOFTMAX: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, BQ: tl.constexpr,
     R: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a part of a tile of new tokens; out, lse: [SPLITS, Tq, H, ...], final results if SPLITS is 1.
+    """Compute attention of a tile of new tokens to a part of the pages; out, lse: [SPLITS, Tq, H, ...].
 
-    q, k, v: `Rows`; without k and v new tokens do not see themselves. num_context: [B] or None. history: `History`,
-    bias: `KernelBias`. candidates: the results of `candidate_bias_kernel`, in place of a bias. WINDOW: a token sees the
-    latest `window` positions alone, and context. OUT_V: blocks of values that a program sums. The part with number 0
-    also attends to the sinks and to the tokens themselves.
+    Part 0 also has the sinks and the new tokens themselves. With one part, out and lse are the final results.
+
+    q, k, v: `Rows`; without k and v, new tokens do not attend to themselves. num_context: [B] or None. history:
+    `History`. bias: `KernelBias`. candidates: the result of `candidate_bias_kernel`, in place of a bias. WINDOW: tokens
+    attend to the latest `window` positions and to context. OUT_V: the number of blocks of values of a program.
     """
     DTYPE: tl.constexpr = q.pointer.dtype.element_ty
     H: tl.constexpr = FORM.H
@@ -255,12 +259,12 @@ def paged_attention_fwd_kernel(
     head = group * G + member
     length = tl.load(lengths + b).to(tl.int32)
     at = row * 0 + length if CANDIDATES else length + index
-    # The end of the last row's positions; no row sees later ones.
+    # No row attends to positions from `last` on.
     last = length if CANDIDATES else length + tl.minimum(count, q_tile * BQ + BQ) - 1
     front = tl.load(num_context + b).to(tl.int32) if CONTEXT else 0
-    if CONTEXT and not CANDIDATES:  # new context sees all of it
+    if CONTEXT and not CANDIDATES:  # new context tokens attend to all context tokens
         last = tl.where(length + q_tile * BQ < front, tl.maximum(last, tl.minimum(front, length + count)), last)
-    begin = 0  # no row sees earlier positions, but for context
+    begin = 0  # no row attends to positions before `begin`, except to context
     if WINDOW:
         begin = tl.maximum((length if CANDIDATES else length + q_tile * BQ) - window + 1, 0)
     query_time = 0
@@ -271,13 +275,13 @@ def paged_attention_fwd_kernel(
     if history.table is not None:
         first = history.table + b.to(tl.int64) * P
         if not CANDIDATES:
-            last = tl.where(tl.load(first) < 0, 0, last)  # padding of the batch: nothing was written
+            last = tl.where(tl.load(first) < 0, 0, last)  # a row of -1 pads the batch
     else:
         first = tl.load(history.offsets + b).to(tl.int64)
     order = history.order
     if order is not None:
         order += group * (D * G)
-    # Blocks of values that this program sums: all, or those with its head's channels.
+    # The first block of values of this program, which has all blocks or those of its head.
     first_v = first_member * V // V_BLOCK if OUT_V != FORM.V_BLOCKS else 0
 
     column = tl.arange(0, PAD_D)[None, :]
@@ -285,8 +289,8 @@ def paged_attention_fwd_kernel(
     q_row = query[:, None] * q.stride_t + head[:, None].to(tl.int64) * q.stride_h
     q_rows = tl.load(q.pointer + q_row + column, inside_head, 0.0)
 
-    # The tokens themselves.
-    greatest = tl.full([ROWS], float("-inf"), tl.float32)
+    # Attention of the new tokens to themselves.
+    score_max = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     self_weight = tl.zeros([ROWS], tl.float32)
     if k is not None:  # noqa: SIM102  known to the compiler
@@ -303,7 +307,7 @@ def paged_attention_fwd_kernel(
                 none = tl.zeros([ROWS, 1], tl.int32)
                 self_score += tl.sum(table_bias(bias, none, real[:, None], query_time, new_time)[0], 1)
             if SOFTMAX:
-                greatest = self_score
+                score_max = self_score
                 total = tl.full([ROWS], 1.0, tl.float32)
                 self_weight = total
             else:
@@ -320,7 +324,7 @@ def paged_attention_fwd_kernel(
         constants += (tl.zeros([ROWS, R], tl.float32),)
 
     if FORM.SINKS:
-        # Only the first part attends to them.
+        # Only part 0 has the sinks.
         sinks = tl.where(split == 0, tl.minimum(S, last), 0)
         sink = tl.load(first).to(tl.int64) * S
         for sink_tile in tl.range((sinks + R - 1) // R, num_stages=1):
@@ -332,12 +336,12 @@ def paged_attention_fwd_kernel(
                 key = load_rows(base, sink + position, H * D, inside, D, PAD_D).to(DTYPE)
                 product = tl.dot(q_rows, tl.trans(key), input_precision=PRECISION)
                 scores = tl.where((row // BQ == h)[:, None], product, scores)
-            page, slot = find(history, first, position, inside, FORM, CANDIDATES)
+            page, slot = locate_tokens(history, first, position, inside, FORM, CANDIDATES)
             distance, seen = visible(inside, at, position, front, window, WINDOW, CONTEXT)
             scores *= score_scale
             times = history.timestamps, page * PAGE + slot
-            scores = biased(scores, distance, seen, inside, position, query_time, times, bias, candidates)
-            weights, greatest, total, factor = weigh(scores, seen, greatest, total, SOFTMAX, FAST)
+            scores = add_bias(scores, distance, seen, inside, position, query_time, times, bias, candidates)
+            weights, score_max, total, factor = attention_weights(scores, seen, score_max, total, SOFTMAX, FAST)
             low_weights = weights.to(DTYPE)
             new = ()
             for i in tl.static_range(OUT_V):
@@ -351,7 +355,7 @@ def paged_attention_fwd_kernel(
     queries = (q_rows,)
     query_sums = ()
     if ROPE:
-        # Keys are restored in blocks of OW channels, which lie in one half of a head.
+        # Keys are restored in blocks of OW channels, each within one half of a head.
         OW: tl.constexpr = K_BLOCK if K_BLOCK < D // 2 else D // 2
         PAD: tl.constexpr = OW if OW > 16 else 16
         OUT: tl.constexpr = HEADS * D // OW
@@ -367,7 +371,7 @@ def paged_attention_fwd_kernel(
             query_sums += (tl.sum(queries[i].to(tl.float32), 1),)
     K_PER: tl.constexpr = K_BLOCKS // FORM.K_GROUPS
     first_tile = S // R if FORM.SINKS else 0
-    gap = 0  # tiles between context and the window, which no row sees
+    gap = 0  # the number of tiles between context and the window, which are skipped
     if WINDOW:
         near_tile = tl.maximum(first_tile, begin // R)
         if CONTEXT:
@@ -384,19 +388,19 @@ def paged_attention_fwd_kernel(
         inside = position < last
         if FORM.SINKS:
             inside = inside & (position >= S)
-        page, slot = find(history, first, position, inside, FORM, CANDIDATES)
+        page, slot = locate_tokens(history, first, position, inside, FORM, CANDIDATES)
         page_group = page * (H // G) + group
         scores = tl.zeros([ROWS, R], tl.float32)
         if ROPE or FORM.SPARSE:
             codes, marks, scales, zeros = load_keys(source, page_group, slot, inside, FORM, DTYPE, OFFSET)
             if ROPE:
                 first_channel = first_member * D
-                if order is not None and K_BLOCKS * OUT * K_BLOCK * PAD > MOST_SIGNS:
+                if order is not None and K_BLOCKS * OUT * K_BLOCK * PAD > MAX_SIGNS:
                     first_channel += opaque(tile) - tile  # 0, unknown to the compiler
                 keys = restored_blocks(
                     codes, marks, scales, zeros, rotation, first_channel, order, FORM, OFFSET, OW, PAD, OUT, SPAN
                 )
-                keys = turned_keys(keys, tile * R, history.near, history.far, D, OW, OUT)
+                keys = rope_keys(keys, tile * R, history.near, history.far, D, OW, OUT)
                 for o in tl.static_range(OUT):
                     scores = tl.dot(queries[o], tl.trans(keys[o].to(DTYPE)), scores, input_precision=PRECISION)
             else:
@@ -408,7 +412,7 @@ def paged_attention_fwd_kernel(
             for i in tl.static_range(K_BLOCKS):
                 if FORM.BITS:
                     at_range = (page_group * FORM.K_GROUPS + i // K_PER) * PAGE + slot
-                    scale, zero = halves_of(tl.load(source.k_ranges + at_range, inside, 0))
+                    scale, zero = unpack_halves(tl.load(source.k_ranges + at_range, inside, 0))
                     at_codes = (page_group * K_BLOCKS + i) * PAGE + slot
                     codes = load_codes(source.k, at_codes, inside, FORM.BITS, DTYPE, OFFSET, K_BLOCK, FORM.K_WORDS)
                     zero -= OFFSET * scale
@@ -424,8 +428,8 @@ def paged_attention_fwd_kernel(
         distance, seen = visible(inside, at, position, front, window, WINDOW, CONTEXT)
         scores *= score_scale
         times = history.timestamps, page * PAGE + slot
-        scores = biased(scores, distance, seen, inside, position, query_time, times, bias, candidates)
-        weights, greatest, total, factor = weigh(scores, seen, greatest, total, SOFTMAX, FAST)
+        scores = add_bias(scores, distance, seen, inside, position, query_time, times, bias, candidates)
+        weights, score_max, total, factor = attention_weights(scores, seen, score_max, total, SOFTMAX, FAST)
         new = ()
         new_constants = ()
         for i in tl.static_range(OUT_V):
@@ -435,7 +439,7 @@ def paged_attention_fwd_kernel(
                 block = tl.minimum(first_v + i, FORM.V_BLOCKS - 1)
                 codes, scale, zero = load_values(source, page_group, slot, inside, block, FORM, DTYPE, OFFSET)
                 if SCALED:
-                    # Codes centred at 0, so that the rounding of the weights has the same effect as with values.
+                    # Codes are centred at 0, so that rounding the weights has the same effect as with values.
                     value = (codes - (OFFSET + LEVELS / 2)).to(DTYPE)
                     used = (weights * scale[None, :]).to(DTYPE)
                     if SOFTMAX:
@@ -455,7 +459,7 @@ def paged_attention_fwd_kernel(
     to = split * Tq.to(tl.int64) + query
     divisor = tl.where(total == 0.0, 1.0, total)
     if lse is not None:
-        tl.store(lse + to * H + head, tl.where(total == 0.0, float("-inf"), greatest + tl.log(divisor)), real)
+        tl.store(lse + to * H + head, tl.where(total == 0.0, float("-inf"), score_max + tl.log(divisor)), real)
     for i in tl.static_range(OUT_V):
         channel = (first_v + i) * V_BLOCK + tl.arange(0, V_BLOCK)
         x = sums[i]
@@ -469,30 +473,30 @@ def paged_attention_fwd_kernel(
 
 @triton.jit(do_not_specialize=["rows", "SPLITS"])
 def merge_parts_kernel(parts, part_lse, out, lse, rows, SPLITS, V: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
-    """Merge parts [SPLITS, rows, V] fp32 into out [rows, V]: by sum, with part_lse weighted by exp(part_lse)."""
+    """Merge parts [SPLITS, rows, V] fp32 into out [rows, V]: their sum, or with part_lse their softmax merge."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     real = row < rows
     column = tl.arange(0, PAD)[None, :]
     inside = real[:, None] & (column < V)
     total = tl.zeros([ROWS, PAD], tl.float32)
-    greatest = tl.full([ROWS], float("-inf"), tl.float32)
+    score_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     for split in range(SPLITS):
         at = split * rows.to(tl.int64) + row
         x = tl.load(parts + at[:, None] * V + column, inside, 0.0)
         if part_lse is not None:
             split_lse = tl.load(part_lse + at, real, float("-inf"))
-            new = tl.maximum(greatest, split_lse)
+            new = tl.maximum(score_max, split_lse)
             safe = tl.where(new == float("-inf"), 0.0, new)
-            factor, share = tl.exp(greatest - safe), tl.exp(split_lse - safe)
+            factor, share = tl.exp(score_max - safe), tl.exp(split_lse - safe)
             total = total * factor[:, None] + x * share[:, None]
             weight = weight * factor + share
-            greatest = new
+            score_max = new
         else:
             total += x
     if part_lse is not None:
         divisor = tl.where(weight == 0.0, 1.0, weight)
         total = total / divisor[:, None]
         if lse is not None:
-            tl.store(lse + row, tl.where(weight == 0.0, float("-inf"), greatest + tl.log(divisor)), real)
+            tl.store(lse + row, tl.where(weight == 0.0, float("-inf"), score_max + tl.log(divisor)), real)
     tl.store(out + row[:, None] * V + column, total.to(out.dtype.element_ty), inside)

@@ -1,4 +1,4 @@
-"""Launch attention to pages: choose the kernel's constants, and divide pages among programs.
+"""Launch attention to pages: choose the constants of the kernel, and divide pages among programs.
 
 Letters: Tq new tokens, B sequences, P columns of the page table, H heads, D query/key and V value head size.
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 from hstu_sparse.bias.scores import KernelBias
 from hstu_sparse.cache.codec import Form, Pages
 from hstu_sparse.cache.format import PageFormat
-from hstu_sparse.cache.launch import code_offset, form_of, tile_tokens
+from hstu_sparse.cache.launch import code_offset, kernel_form, tile_tokens
 from hstu_sparse.cache.paged.kernel import (
     History,
     candidate_bias_kernel,
@@ -24,24 +24,25 @@ from hstu_sparse.core.validation import check_kernel
 from hstu_sparse.tiles.rows import Rows, as_rows
 
 BIAS_BLOCK = 256  # positions of a program of `candidate_bias_kernel`
-FEW, SOME = 8, 48  # new tokens of a sequence on average, from which on programs take 64 of them, and 128
+# The mean number of new tokens of a sequence from which on programs have 64 new tokens, and 128.
+MIN_QUERIES_64, MIN_QUERIES_128 = 8, 48
 
 
 @configuration
 def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, simple: bool) -> LaunchConfig:
-    """Return (BQ new tokens and R positions of a program, the programs that a processor of an H200 runs at once).
+    """Return the configuration: BQ new tokens and R positions of a program, programs per multiprocessor of an H200.
 
     Args:
-        width: the greater head size, padded.
-        coded: pages hold codes.
-        queries: new tokens of a sequence on average.
-        simple: all new tokens see the same positions, and no bias is looked up, so that there are registers for more
-            positions.
+        width: the larger head size, padded.
+        coded: pages have codes.
+        queries: the mean number of new tokens of a sequence.
+        simple: all new tokens attend to the same positions, without look-ups of a bias, which leaves registers for
+            more positions.
     """
-    if queries < FEW:
+    if queries < MIN_QUERIES_64:
         big = width > 128 or dtype == torch.float32
         few = LaunchConfig(BQ=16, R=32 if big else 64, num_warps=4, num_stages=2, programs=3 if coded else 6)
-        return few.replace(maxnreg=168) if coded and not big else few  # with more registers only two programs fit
+        return few.replace(maxnreg=168) if coded and not big else few  # with more registers, two programs would fit
     if dtype == torch.float32:
         return LaunchConfig(BQ=32, R=32, num_warps=4, num_stages=1, programs=4)
     if width > 128:
@@ -50,22 +51,22 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, simple: bool
         return LaunchConfig(BQ=64, R=128 if width <= 64 else 64, num_warps=4, num_stages=3, programs=2)
     if coded and width > 64:
         return LaunchConfig(BQ=64, R=64, num_warps=8, num_stages=2, programs=2)
-    if queries < SOME or coded:
+    if queries < MIN_QUERIES_128 or coded:
         return LaunchConfig(BQ=64, R=64, num_warps=4, num_stages=2, programs=4)
     return LaunchConfig(BQ=128, R=64, num_warps=8, num_stages=2, programs=4)
 
 
 @configuration
-def splits_of(programs: int, tiles: int, at_once: int, device: torch.device) -> int:
-    """Return the number of parts of the pages: all processors have work, of at least four tiles each.
+def num_splits(programs: int, tiles: int, at_once: int, device: torch.device) -> int:
+    """Return the number of parts into which pages are divided so that all multiprocessors have work.
 
-    at_once: programs of a processor; further ones would wait for these to end.
+    A part has at least four tiles. at_once: the number of programs that a multiprocessor runs at once.
     """
     return max(1, min(at_once * launch.multiprocessors(device) // max(1, programs), tiles // 4))
 
 
 def candidate_bias(new: Queries, history: History, form: Form, bias: KernelBias) -> Tensor:
-    """Return the bias of each sequence's candidates, [B, tokens that the table has room for, and one]."""
+    """Return the bias of the candidates of each sequence, [B, P * page_size + 1]; see `candidate_bias_kernel`."""
     assert history.table is not None
     batch, columns = history.table.shape
     room = columns * form.PAGE + 1
@@ -80,16 +81,18 @@ def candidate_bias(new: Queries, history: History, form: Form, bias: KernelBias)
 def attend(
     new: Queries, history: History, format: PageFormat, longest: int, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (out [Tq, H, V], log-sum-exp [Tq, H] or None) of new tokens and cached ones.
+    """Return (out [Tq, H, V], log-sum-exp [Tq, H] or None) of attention of new tokens to cached ones.
 
-    format: of the pages; without a table of a token. longest: the most cached tokens that a sequence may have.
+    Args:
+        format: the format of the pages; without a page table, of a token.
+        longest: an upper bound of the number of cached tokens of a sequence.
     """
     q, (tokens, heads, _), V = new.q, new.q.shape, format.value_size
     out = q.new_empty(tokens, heads, V)
     lse = q.new_empty(tokens, heads, dtype=torch.float32) if scoring.return_lse else None
     if tokens == 0:
         return out, lse
-    batch, form = new.q_offsets.shape[0] - 1, form_of(format)
+    batch, form = new.q_offsets.shape[0] - 1, kernel_form(format)
     rope, coded = history.near is not None, format.bits is not None
     if history.table is None:
         form = form._replace(PAGE=1)
@@ -100,13 +103,13 @@ def attend(
     few = config.BQ == 16
     together = form.G if few else 1
     config = config.replace(BQ=max(16 // together, config.BQ // together))
-    if coded and (rope or form.SPARSE):  # all channels of a group are in registers, so that two programs fit
+    if coded and (rope or form.SPARSE):  # all channels of a group are in registers: at most two programs fit
         positions = min(config.R, tile_tokens(format, q.dtype))
         config = config.replace(R=positions, num_stages=1, maxnreg=None, programs=min(2, config.programs))
     slots, programs = tokens // config.BQ + batch, heads // together
     filled = min(slots, batch * cdiv(tokens, batch * config.BQ))
     seen = min(longest, scoring.window + config.BQ) if scoring.window else longest
-    splits = splits_of(filled * programs, cdiv(seen, config.R), config.programs, q.device)
+    splits = num_splits(filled * programs, cdiv(seen, config.R), config.programs, q.device)
     part, part_lse = out, lse
     if splits > 1:
         part = q.new_empty(splits, tokens, heads, V, dtype=torch.float32)
@@ -139,7 +142,7 @@ def attend(
 
 
 def attend_to_pool(new: Queries, pool: PagePool, layer: int, pages: Tensor, scoring: Scoring) -> Tensor:
-    """Compute `hstu_sparse.paged_attention`, [Tq, H, V], for checked and complete arguments."""
+    """Compute `hstu_sparse.paged_attention`, [Tq, H, V], for checked arguments without defaults."""
     tensors, format = pool.tensors[layer], pool.format
     check_kernel("paged_attention", new.q, {"D": format.head_size, "V": format.value_size})
     if format.dtype == torch.float64:
@@ -147,5 +150,5 @@ def attend_to_pool(new: Queries, pool: PagePool, layer: int, pages: Tensor, scor
     context = None if new.num_context is None else new.num_context.contiguous()
     new = new._replace(q_offsets=new.q_offsets.contiguous(), lengths=new.lengths.contiguous(), num_context=context)
     timestamps = None if scoring.bias.time is None else pool.timestamps
-    history = History(Pages.of(tensors), pages.contiguous(), timestamps=timestamps)
+    history = History(Pages.from_tensors(tensors), pages.contiguous(), timestamps=timestamps)
     return attend(new, history, format, pages.shape[1] * format.page_size, scoring)[0]

@@ -1,7 +1,7 @@
-"""Define paged attention in plain PyTorch: the specification, for any device and dtype, and its arguments.
+"""Define paged attention in plain PyTorch, for any device and dtype: the specification.
 
 Letters: Tq new tokens, B sequences, P columns of the page table, H heads, D query/key and V value head size, n the
-longest sequence in the pool, m the most new tokens of a sequence.
+largest number of cached tokens of a sequence, m the largest number of new tokens.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,14 @@ from hstu_sparse.core.validation import check_bool, check_factors, check_number
 
 
 class Queries(NamedTuple):
-    """New tokens: q [Tq, H, D], their own keys and values or None, and their sequences.
+    """The new tokens.
 
-    q_offsets   [B+1] the new tokens of each sequence
-    lengths     [B] the cached tokens of each sequence
-    candidates  whether all tokens of a sequence have the position after its last cached one
-    num_context [B] the context tokens that each sequence begins with, or None
+    q            [Tq, H, D]
+    k, v         their keys and values, or None
+    q_offsets    [B+1], the new tokens of each sequence
+    lengths      [B], the number of cached tokens of each sequence
+    candidates   whether all new tokens of a sequence have the position after its last cached token
+    num_context  [B], the number of context tokens of each sequence, or None
     """
 
     q: Tensor
@@ -37,10 +39,9 @@ class Queries(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """From products to weights: the activation, its factors, the bias and the base of RoPE.
+    """The options that determine weights: activation, factors, bias, base of RoPE, window (0: none).
 
-    return_lse: whether the log-sum-exp of the scores is computed, too. window: the positions that a token sees, its own
-    included, 0 for all.
+    return_lse: whether to compute the log-sum-exp of the scores.
     """
 
     softmax: bool
@@ -62,14 +63,14 @@ def check_scoring(
     rope_base: float | None = None,
     return_lse: bool = False,
 ) -> Scoring:
-    """Check and complete the options of an attention call, of which `bias` is checked already."""
+    """Check the options of an attention call and fill in defaults. bias: the result of `check_bias`."""
     if activation not in ("silu", "softmax"):
         raise ValueError(f"activation must be silu or softmax, got {activation!r}")
     check_bool("return_lse", return_lse)
     if return_lse and activation != "softmax":
-        raise ValueError("return_lse needs activation='softmax': SiLU's parts add up without it")
+        raise ValueError(f"return_lse needs activation='softmax', got {activation!r}")
     if normalizer is not None and activation != "silu":
-        raise ValueError(f"normalizer is for activation='silu', softmax has none, got {normalizer!r}")
+        raise ValueError(f"normalizer={normalizer!r} needs activation='silu', got {activation!r}")
     if rope_base is not None:
         rope_base = check_number("rope_base", rope_base, above=0)
         if head_size % 2:
@@ -78,10 +79,10 @@ def check_scoring(
     return Scoring(activation == "softmax", scale, normalizer, bias, rope_base, return_lse)
 
 
-def seen_pairs(at: Tensor, token: Tensor, num_context: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
-    """Return (distances in positions, whether the one sees the other) of tokens `at` [B, m] and `token` [n]: [B, m, n].
+def paged_mask(at: Tensor, token: Tensor, num_context: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
+    """Return (distances in positions, visible pairs) [B, m, n] of queries `at` [B, m] and keys `token` [n].
 
-    Context has the position before the first event's. It sees all other context.
+    All context tokens have the position before the first event, and attend to one another.
     """
     distance = at[:, :, None] - token
     seen = distance > 0
@@ -89,14 +90,14 @@ def seen_pairs(at: Tensor, token: Tensor, num_context: Tensor | None, window: in
         return distance, seen & (distance < window) if window else seen
     context = num_context.long()[:, None]
     distance = torch.maximum(at, context - 1)[:, :, None] - torch.maximum(token, context - 1)[:, None]
-    of_context = (token < context)[:, None]
+    key_is_context = (token < context)[:, None]
     if window:
-        seen = seen & ((distance < window) | of_context)
-    return distance, seen | (at < context)[:, :, None] & of_context & (at[:, :, None] != token)
+        seen = seen & ((distance < window) | key_is_context)
+    return distance, seen | (at < context)[:, :, None] & key_is_context & (at[:, :, None] != token)
 
 
 def paged_reference(new: Queries, pool: PagePool, layer: int, pages: Tensor, scoring: Scoring) -> Tensor:
-    """Compute `hstu_sparse.paged_attention`, [Tq, H, V], for checked and complete arguments."""
+    """Compute `hstu_sparse.paged_attention`, [Tq, H, V], for checked arguments without defaults."""
     q, k, v, q_offsets, lengths, candidates, num_context = new
     bias, total, dtype, device = scoring.bias, q.shape[0], q.dtype, q.device
     assert k is not None and v is not None
@@ -105,16 +106,16 @@ def paged_reference(new: Queries, pool: PagePool, layer: int, pages: Tensor, sco
     counts, lengths = q_offsets.diff().long(), lengths.long()
     most = int(counts.max())
     q, k, v = widened(q, k, v)
-    # Each sequence has the same number of new tokens: they already are a padded tensor.
+    # If all sequences have the same number of new tokens, no padding is needed.
     equal = total == len(counts) * most
 
     def padded(x: Tensor) -> Tensor:
         return x.unflatten(0, (-1, most)) if equal else jagged_to_padded(x, q_offsets, most)
 
     queries, new_k, new_v = (padded(x).transpose(1, 2) for x in (q * scoring.scale, k, v))
-    # The number of new token i of its sequence, [B, m]; it sees earlier ones, and context all context.
+    # The index of each new token in its sequence, [B, m].
     at = lengths[:, None] + (0 if candidates else torch.arange(most, device=device))
-    # Padding after a sequence's last new token gets its position, since the tables have no entry beyond N.
+    # Padding has the index of the last new token, since the bias tables have no entry beyond N.
     at = torch.minimum(at, (lengths + counts.clamp(min=1) - 1)[:, None]).expand(-1, most)
     seen_from_last = lengths
     if not candidates:
@@ -127,7 +128,7 @@ def paged_reference(new: Queries, pool: PagePool, layer: int, pages: Tensor, sco
     token = torch.arange(longest, device=device)
     inside = token < seen_from_last[:, None]  # [B, n]
     keys, values = store.read_padded(pool.tensors[layer], pool.format, pages, inside, q.dtype)  # [B, H, n, D] and V
-    distance, seen = seen_pairs(at, token, num_context, scoring.window)
+    distance, seen = paged_mask(at, token, num_context, scoring.window)
     hidden = ~(inside[:, None] & seen)[:, None]  # [B, 1, m, n]
     scores = queries @ keys.transpose(2, 3)
     self_score = (queries * new_k).sum(-1, keepdim=True)  # [B, H, m, 1]
@@ -147,11 +148,11 @@ def paged_reference(new: Queries, pool: PagePool, layer: int, pages: Tensor, sco
         weights = F.silu(scores).masked_fill(hidden, 0) / scoring.normalizer
         self_weight = F.silu(self_score) / scoring.normalizer
     else:
-        greatest = self_score
+        score_max = self_score
         if longest:
-            greatest = torch.maximum(self_score, scores.masked_fill(hidden, float("-inf")).amax(-1, keepdim=True))
-        weights = torch.exp(scores - greatest).masked_fill(hidden, 0)
-        self_weight = torch.exp(self_score - greatest)
+            score_max = torch.maximum(self_score, scores.masked_fill(hidden, float("-inf")).amax(-1, keepdim=True))
+        weights = torch.exp(scores - score_max).masked_fill(hidden, 0)
+        self_weight = torch.exp(self_score - score_max)
         total_weight = weights.sum(-1, keepdim=True) + self_weight
         weights, self_weight = weights / total_weight, self_weight / total_weight
     out = masked_product(weights, values, hidden) + self_weight * new_v

@@ -1,1 +1,1 @@
-"""RotateKV: a rotated, low-bit, optionally pruned cache of keys and values."""
+"""Define RotateKV: a cache of keys and values that are rotated, quantised to few bits, and optionally pruned."""

@@ -1,4 +1,4 @@
-"""Define the public functions of RotateKV over jagged tensors, their validation and the choice of implementation.
+"""Define the public functions of RotateKV over jagged tensors, and their validation.
 
 Letters: T cached tokens, Tq queries, B sequences, N max_seq_len, H heads, D query/key and V value head size, G heads of
 a head group (head_group).
@@ -33,15 +33,15 @@ from hstu_sparse.dense import hstu_attention
 if typing.TYPE_CHECKING:
     from hstu_sparse.dense.plan import AttentionPlan
 
-MOST_HADAMARD = 4096
+MAX_HADAMARD = 4096
 
 
 @without_autocast
 def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
-    """Compute the Walsh-Hadamard transform of the last dimension: Sylvester's matrix times n ** -0.5, its own inverse.
+    """Multiply the last dimension by Sylvester's Hadamard matrix times n ** -0.5, which is its inverse.
 
     Args:
-        x: [..., n], fp16, bf16 or fp32 (the reference also fp64), n a power of two, for the kernel up to 4,096.
+        x: [..., n], fp16, bf16 or fp32 (the reference also fp64); n is a power of two, up to 4,096 for the kernel.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -65,8 +65,8 @@ def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
         raise ValueError(f"the last dimension of x must be a power of two, got shape {list(x.shape)}")
     if choose_backend(backend, x, "hadamard_transform") == "reference":
         return store.hadamard_reference(x)
-    if n > MOST_HADAMARD:
-        raise ValueError(f"the kernel takes n up to {MOST_HADAMARD}, got {n}; use backend='reference'")
+    if n > MAX_HADAMARD:
+        raise ValueError(f"the kernel supports n up to {MAX_HADAMARD}, got {n}; use backend='reference'")
     from hstu_sparse.cache.rotatekv.hadamard import hadamard_operator
 
     return hadamard_operator(x)
@@ -74,19 +74,18 @@ def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
 
 @without_autocast
 def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tensor:
-    """Compute an order of channels from sample keys, for `rotatekv_compress(..., channel_order=)`.
+    """Compute an order of channels from sample keys, for the argument `channel_order` of `rotatekv_compress`.
 
-    After the transform a channel whose index is a multiple of quant_group is, except for its sign, a constant of every
-    quantisation group, which the group's zero absorbs. So the channels with the greatest root mean square are assigned
-    to those indices, the next ones to the following indices, and so on: channels with the same index within a group
-    also add up in only half of the groups.
+    The transform spreads a channel over all quantisation groups. A channel whose index is a multiple of quant_group
+    adds a constant to each group, which changes the group's zero but not its range. Therefore the channels with the
+    largest root mean square get these indices, the next ones the following indices, and so on.
 
     Args:
-        k: [T, H, D] sample keys (before RoPE), floating point.
-        head_group, quant_group: the values for `rotatekv_compress`.
+        k: [T, H, D] sample keys before RoPE, floating point.
+        head_group, quant_group: see `rotatekv_compress`.
 
     Returns:
-        [H / head_group, D * head_group] int64: maps an index to a channel of the head group.
+        [H / head_group, D * head_group] int64: the channel of the head group for each index.
 
     Examples:
         >>> hstu_sparse.calibrate(torch.randn(100, 2, 16)).shape  # one head group of 2 heads of 16
@@ -102,7 +101,7 @@ def calibrate(k: Tensor, *, head_group: int = 2, quant_group: int = 64) -> Tenso
     if sizes["T"] == 0:
         raise ValueError("k must have sample tokens, got T=0")
     check_heads(sizes["H"], sizes["D"], head_group)
-    keys = Side.of(sizes["D"] * head_group, quant_group, 2)
+    keys = Side.for_channels(sizes["D"] * head_group, quant_group, 2)
     strength = store.grouped(k.detach(), head_group).double().square().mean(0)
     ranked = strength.sort(dim=-1, descending=True, stable=True).indices
     return ranked.unflatten(-1, (keys.group, keys.groups)).transpose(1, 2).flatten(1).contiguous()
@@ -116,14 +115,14 @@ def _check_format(k: Tensor, v: Tensor, seq_offsets: Tensor, codes: dict[str, ty
 
 
 def _check_order(channel_order: Tensor | None, format: PageFormat, device: torch.device, wait: bool) -> Tensor | None:
-    """Check and return the order, [HG, C] int64 contiguous. wait: read its values on a GPU too."""
+    """Check the order and return it, [HG, C] int64, contiguous. wait: check values on a GPU, too."""
     if channel_order is None:
         return None
     sizes = {"HG": format.head_groups, "C": format.keys.channels}
     check_tensor("channel_order", channel_order, "HG C", sizes, dtype=torch.int64, device=device)
     all_channels = torch.arange(sizes["C"], device=device).expand_as(channel_order)
     if (wait or readable(channel_order)) and not torch.equal(channel_order.sort(-1).values, all_channels):
-        raise ValueError(f"channel_order must hold each of 0 .. {sizes['C'] - 1} once in every row")
+        raise ValueError(f"each row of channel_order must be a permutation of 0 to {sizes['C'] - 1}")
     return channel_order.contiguous()
 
 
@@ -142,10 +141,10 @@ def rotatekv_compress(
     channel_order: Tensor | None = None,
     backend: str = "auto",
 ) -> RotateKVCache:
-    """Pack keys and values into a few bits each.
+    """Quantise keys and values to a few bits for each channel, and return them as a cache.
 
-    The channels of head_group consecutive heads' keys are combined, permuted by channel_order, rotated by a Hadamard
-    transform (which spreads outliers), pruned to the greatest magnitudes, and quantised: per token and quant_group
+    The keys of head_group consecutive heads are concatenated, permuted by channel_order, rotated by a Hadamard
+    transform, which spreads outliers, pruned to the largest magnitudes, and quantised: for each token and quant_group
     channels x ~ zero + scale * code. Values are only quantised.
 
     Args:
@@ -153,20 +152,20 @@ def rotatekv_compress(
             a power of two from 16 to 1,024.
         v: [T, H, V], dtype of k.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
-        bits: bits of a code, 2, 3, 4 or 8.
-        head_group: 1, 2 or 4, dividing H.
-        quant_group: channels that share a scale and a zero (fp16), a power of two from 16; all channels of a head group
-            if there are fewer.
-        sparsity: share of a rotated key's channels that is dropped, 0 to 0.9: the least magnitudes of each token.
-        sink_tokens: the first tokens of each sequence, which are stored unquantised.
-        clip: share of a quantisation group's range, around its middle, that the codes cover; values outside get the
-            nearest code. Few codes are more accurate if they do not cover rare values: 0.75 at 2 bits and 0.9 at 3 lose
-            the least (docs/rotatekv.md).
-        channel_order: [H / head_group, D * head_group] int64, of `calibrate`; the cache stores a copy.
+        bits: the number of bits of a code: 2, 3, 4 or 8.
+        head_group: the number of heads that are rotated together: 1, 2 or 4, a divisor of H.
+        quant_group: the number of channels that share a scale and a zero (fp16), a power of two from 16; all channels
+            of a head group if there are fewer.
+        sparsity: the share of the channels of a rotated key that are set to 0, from 0 to 0.9: the smallest magnitudes
+            of each token.
+        sink_tokens: the number of first tokens of each sequence that are not quantised.
+        clip: the share of a quantisation group's range, around its middle, that the codes cover; values outside get the
+            nearest code. 0.75 for 2 bits and 0.9 for 3 bits have the smallest error (docs/rotatekv.md).
+        channel_order: [H / head_group, D * head_group] int64, the result of `calibrate`; the cache stores a copy.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        The cache. Nothing is differentiable (training: `rotatekv_round_trip`). Waits for the device once.
+        The cache. Not differentiable; for training use `rotatekv_self_attention`. Waits for the device once.
 
     Examples:
         >>> k, v, seq_offsets = torch.randn(40, 2, 64), torch.randn(40, 2, 64), torch.tensor([0, 40])
@@ -176,18 +175,17 @@ def rotatekv_compress(
         (tensor(True), tensor(True))
 
     Raises:
-        TypeError, ValueError: with the expected and the actual value. Scales and zeros are fp16: on a CPU, and
-            elsewhere with HSTU_SPARSE_DEBUG, keys (after their rotation) and values that are too large for them are
-            refused, and those whose scales would all be rounded to 0. Otherwise they are clamped. NaN stays NaN, except
-            in a file (`RotateKVCache.save`).
+        TypeError, ValueError: with the expected and the actual value. On a CPU, and elsewhere with HSTU_SPARSE_DEBUG=1,
+            ValueError is raised for keys (after the rotation) and values that are too large for fp16 scales and zeros,
+            or all so small that their scales would be rounded to 0. Otherwise they are clamped.
 
-    Groups of small numbers among larger ones are restored with an error of up to (2^bits - 1) * 2^-25, whatever they
-    are.
+    NaN is restored as NaN, but `RotateKVCache.save` raises ValueError for it. The error of a group of very small
+    numbers, next to groups of larger ones, is up to (2^bits - 1) * 2^-25.
     """
     codes = dict(bits=bits, head_group=head_group, quant_group=quant_group, sparsity=float(sparsity))
     format = _check_format(k, v, seq_offsets, codes | dict(sink_tokens=sink_tokens, clip=clip))
     order = _check_order(channel_order, format, k.device, wait=True)
-    order = None if order is None else order.clone()  # a copy, since the caller may change the original
+    order = None if order is None else order.clone()  # the caller may change the original
     cache = RotateKVCache.empty(format, seq_offsets.shape[0] - 1, k.device, order)
     return cache.append(k, v, seq_offsets, backend=backend)
 
@@ -208,10 +206,10 @@ def rotatekv_round_trip(
     channel_order: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return (k [T, H, D], v [T, H, V]) as a cache would restore them, without a cache or waiting for the device.
+    """Return (k [T, H, D], v [T, H, V]) as a cache would restore them, without a cache.
 
-    It has no gradients; for training use `rotatekv_self_attention`.
-    Arguments and errors: as `rotatekv_compress`.
+    Not differentiable; for training use `rotatekv_self_attention`. Does not wait for the device. For arguments and
+    errors see `rotatekv_compress`.
 
     Examples:
         >>> k, v, seq_offsets = torch.randn(40, 2, 64), torch.randn(40, 2, 64), torch.tensor([0, 40])
@@ -232,9 +230,9 @@ def round_trip(
     channel_order: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `rotatekv_round_trip`; gradients of the results pass straight through the codes to k and v.
+    """Compute `rotatekv_round_trip` with gradients: those of the results are those of k and v.
 
-    codes: its options bits, head_group, quant_group, sparsity, sink_tokens and clip.
+    codes: the options bits, head_group, quant_group, sparsity, sink_tokens and clip.
     """
     format = _check_format(k, v, seq_offsets, codes)
     channel_order = _check_order(channel_order, format, k.device, wait=False)
@@ -245,7 +243,7 @@ def round_trip(
         with torch.no_grad():
             restored = reference.round_trip_reference(k, v, sinks, format, channel_order)
         if chosen == "reference":
-            if torch.is_grad_enabled():  # the differences are 0
+            if torch.is_grad_enabled():  # add 0, whose gradient is that of k or v
                 restored = tuple(y + (x - x.detach()) for x, y in zip((k, v), restored, strict=True))
             return restored
     from hstu_sparse.cache.launch import round_trip_operator
@@ -276,10 +274,10 @@ def rotatekv_self_attention(
     plan: "AttentionPlan | None" = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute dense HSTU attention for training a model that is served from a cache: as `hstu_attention`, but a token
-    sees other tokens as the cache restores them, and itself exactly.
+    """Compute `hstu_attention` to quantised keys and values, for training a model that is served with a cache.
 
-    Gradients pass straight through the codes: the gradient of a coded key or value is that of the key or value.
+    A token attends to other tokens as the cache restores them, and to itself without quantisation. The gradient of
+    quantisation is the identity (straight-through).
 
     Args:
         q, k: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
@@ -319,9 +317,9 @@ def rotatekv_self_attention(
 
 @without_autocast
 def rotatekv_decompress(cache: RotateKVCache, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """Return (k [T, H, D], v [T, H, V]) of a cache, in their original dtype: keys without the rotation, before RoPE.
+    """Restore (k [T, H, D], v [T, H, V]) from a cache, in the original dtype; keys are those before RoPE.
 
-    backend: as `rotatekv_compress`.
+    backend: see `rotatekv_compress`.
 
     Examples:
         >>> k, v, seq_offsets = torch.randn(40, 2, 64), torch.randn(40, 2, 64), torch.tensor([0, 40])
@@ -353,31 +351,32 @@ def rotatekv_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention of queries to all cached tokens of their sequence, directly on the packed cache.
+    """Compute attention of queries to all cached tokens of their sequence, without decompressing the cache.
 
         silu:     o[t] = (1/N) * sum over s of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
         softmax:  o[t] = sum over s of softmax(scale * q[t].k[s] + b(t, s)) * v[s]
 
-    Queries of sequence b have position n_b, behind its cached tokens; their own tokens are not in the cache: the caller
-    adds them (SiLU), or merges them by log-sum-exp (softmax). A sequence without cached tokens gives 0.
+    All queries of sequence b have position n_b, the number of its cached tokens. They do not attend to themselves: the
+    caller adds that term (SiLU), or merges it by log-sum-exp (softmax). For a sequence without cached tokens the result
+    is 0.
 
     Args:
         q: [Tq, H, D], dtype of the cache; any strides.
         q_offsets: [B+1], int32 or int64, from 0 to Tq: the queries of each cached sequence.
-        cache: the result of `rotatekv_compress`, which is not changed.
-        max_seq_len: N, at least the longest cached sequence.
+        cache: the result of `rotatekv_compress`.
+        max_seq_len: N, at least the length of the longest cached sequence.
         activation: "silu" or "softmax".
         scale: factor of the scores, D ** -0.5 by default.
         normalizer: a finite number above 0 in place of N in the factor 1/N of silu; `max_seq_len` by default.
-        bias: position table of more than max_seq_len entries, read at n_b - s; time table with the cached tokens'
-            timestamps [T] and the queries' times query_timestamps [Tq]. Forward only: it gets no gradient.
-        rope_base: rotates cached token s to position s and the queries to n_b (half-split pairs, pair i of D/2 by
-            position * rope_base ** (-2i/D)); needs an even D. None for no RoPE.
+        bias: the position table has more than max_seq_len entries, read at n_b - s; `timestamps` [T] are those of the
+            cached tokens, `query_timestamps` [Tq] those of the queries. Not differentiable.
+        rope_base: the base of RoPE, with cached token s at position s and queries at n_b: pair (i, i + D/2) is rotated
+            by position * rope_base ** (-2i/D); D must be even. None for no RoPE.
         return_lse: also return the log-sum-exp of the scores, [Tq, H] fp32 (softmax only).
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [Tq, H, V], dtype of q; with return_lse a tuple. No gradients.
+        [Tq, H, V], dtype of q; with return_lse a tuple. Not differentiable.
 
     Examples:
         >>> k, v, seq_offsets = torch.randn(40, 2, 64), torch.ones(40, 2, 64), torch.tensor([0, 40])
@@ -399,7 +398,7 @@ def rotatekv_attention(
     bias = _check_queries(q, q_offsets, sizes, cache.seq_offsets, max_seq_len, bias, tokens)
     scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"], rope_base, return_lse)
     if q.dtype != cache.dtype:
-        raise TypeError(f"q must be {cache.dtype} as the cache, got {q.dtype}")
+        raise TypeError(f"q must be {cache.dtype}, as the cache, got {q.dtype}")
     if known:
         check_offset_values(cache.seq_offsets, max_seq_len, None)
     if choose_backend(backend, q, "rotatekv_attention") == "reference":
@@ -427,10 +426,11 @@ def unpacked_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `rotatekv_attention` on unpacked keys and values, such as the result of `rotatekv_decompress`.
+    """Compute `rotatekv_attention` for uncompressed keys and values, such as the result of `rotatekv_decompress`.
 
     Args:
-        k, v: [T, H, D] and [T, H, V], dtype of q, any strides; seq_offsets: [B+1], of k and v.
+        k, v: [T, H, D] and [T, H, V], dtype of q, any strides.
+        seq_offsets: [B+1], the offsets of k and v.
         The others: as `rotatekv_attention`.
     """
     sizes: dict[str, int] = {}
@@ -442,7 +442,7 @@ def unpacked_attention(
     bias = _check_queries(q, q_offsets, sizes, seq_offsets, max_seq_len, bias, sizes.pop("T"))
     scoring = check_scoring(activation, scale, normalizer, bias, max_seq_len, sizes["D"], rope_base, return_lse)
     if q.dtype != k.dtype:
-        raise TypeError(f"q must be {k.dtype} as k, got {q.dtype}")
+        raise TypeError(f"q must be {k.dtype}, as k, got {q.dtype}")
     if choose_backend(backend, q, "unpacked_attention") == "reference":
         return _by_reference(q, q_offsets, (k, v, seq_offsets), scoring)
     from hstu_sparse.cache.rotatekv.launch import attend_to_rows
@@ -464,12 +464,12 @@ def _check_queries(
     bias: RelativeBias | None,
     tokens: int,
 ) -> RelativeBias:
-    """Check queries of sequences with `tokens` cached tokens in all, and their bias, which is returned complete."""
+    """Check the queries and their bias; return the bias with defaults. tokens: the number of cached tokens."""
     check_tensor("q", q, "Tq H D", sizes, device=seq_offsets.device)
     check_jagged(q_offsets, max(1, sizes["Tq"]), q=q)
     check_int("max_seq_len", max_seq_len, 1)
     if q_offsets.shape != seq_offsets.shape:
-        raise ValueError(f"q_offsets must be [B+1={seq_offsets.shape[0]}] as the cache's, got {list(q_offsets.shape)}")
+        raise ValueError(f"q_offsets must be [B+1={seq_offsets.shape[0]}], got shape {list(q_offsets.shape)}")
     return check_bias(bias, max_seq_len + 1, tokens, q.device, query_tokens=sizes["Tq"])
 
 

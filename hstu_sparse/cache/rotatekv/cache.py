@@ -1,4 +1,4 @@
-"""Define `RotateKVCache`: the packed keys and values of B sequences, in a page pool that grows with them.
+"""Define `RotateKVCache`: the codes of keys and values of B sequences, in a `PagePool` that grows.
 
 Letters: T cached tokens, B sequences, P columns of the page table, H heads, D query/key and V value head size, HG head
 groups.
@@ -30,12 +30,12 @@ def check_kv(k: Tensor, v: Tensor, seq_offsets: Tensor) -> dict[str, int]:
 
 
 class RotateKVCache:
-    """The keys and values of B sequences at a few bits each; created by `rotatekv_compress`.
+    """The keys and values of B sequences as codes of a few bits, created by `rotatekv_compress`.
 
-    pool             a `PagePool` of one layer, without timestamps
+    pool             a `PagePool` with one layer, without timestamps
     lengths, rows    the number of tokens and the row of each sequence, on the host
-    seq_offsets      [B+1] int64: sequence b holds seq_offsets[b+1] - seq_offsets[b] tokens
-    pages            [B, P] int32, the table of the rows
+    seq_offsets      [B+1] int64: sequence b has seq_offsets[b+1] - seq_offsets[b] tokens
+    pages            [B, P] int32, the page table
     channel_order    [HG, D * head_group] int64, or None
 
     Examples:
@@ -68,13 +68,13 @@ class RotateKVCache:
     def empty(
         cls, format: PageFormat, sequences: int, device: torch.device | str, channel_order: Tensor | None = None
     ) -> Self:
-        """Create a cache of `sequences` sequences without a token."""
+        """Create a cache of `sequences` sequences without tokens."""
         pool = PagePool(format, 0, num_sequences=sequences, timed=False, device=device)
         return cls(pool, [array("i") for _ in range(sequences)], [0] * sequences, channel_order)
 
     @staticmethod
     def check(heads: int, head_size: int, *, head_group: int = 2, **options) -> None:
-        """Check that keys of H heads of D can be cached with these options; TypeError or ValueError if not.
+        """Raise TypeError or ValueError if keys of H heads of D cannot be cached with these options.
 
         head_group, options: `bits`, `quant_group`, `sparsity`, `sink_tokens`, `clip` as in `rotatekv_compress`.
         """
@@ -83,7 +83,7 @@ class RotateKVCache:
 
     @property
     def format(self) -> PageFormat:
-        """The format of the pages, with the options of the compression."""
+        """The format of the pages."""
         return self.pool.format
 
     @property
@@ -98,7 +98,7 @@ class RotateKVCache:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The pool's tensors by name: codes, ranges, bitmaps, sinks."""
+        """The tensors of the pool by name: codes, ranges, bitmap, sinks."""
         return self.pool.tensors[0]
 
     @property
@@ -108,30 +108,30 @@ class RotateKVCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all stored data: codes, bitmaps, scales, zeros, sinks, page table and offsets.
+        """The number of bytes of all data: used pages, sinks, page table, offsets and channel order.
 
-        Pages that `append` allocated and that are still empty are not counted.
+        Free pages that `append` allocated in advance are not included.
         """
         format, used = self.format, self.pool.num_pages - self.pool.free_pages
         tables = [self.pages, self.seq_offsets] + ([] if self.channel_order is None else [self.channel_order])
         return used * format.page_bytes + self.num_sequences * format.sequence_bytes + sum(x.nbytes for x in tables)
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Return (sequence, position in it) of every cached token: [T] int64 each."""
+        """Return (sequence, position) of every cached token, [T] int64."""
         sequence = sequence_ids(self.seq_offsets, sum(self.lengths))
         return sequence, torch.arange(len(sequence), device=self.device) - self.seq_offsets[sequence]
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, seq_offsets: Tensor, *, backend: str = "auto") -> Self:
-        """Add new tokens at the end of the sequences, in place; packed data are unchanged, bit for bit.
+        """Append new tokens to the sequences in place. The codes of earlier tokens do not change.
 
         Args:
-            k: [T', H, D] new keys, of the cache's dtype; v: [T', H, V].
-            seq_offsets: [B+1], the new tokens of each sequence (possibly none).
-            backend: as `rotatekv_compress`.
+            k: [T', H, D] new keys, in the dtype of the cache; v: [T', H, V].
+            seq_offsets: [B+1], the new tokens of each sequence, possibly none.
+            backend: see `rotatekv_compress`.
 
         Returns:
-            The cache itself. Waits for the device once, to find the number of pages.
+            The cache. Waits for the device once, for the numbers of new tokens.
         """
         sizes, format = check_kv(k, v, seq_offsets), self.format
         expected = {"H": format.heads, "D": format.head_size, "V": format.value_size}
@@ -151,7 +151,7 @@ class RotateKVCache:
         sequence, position = new_tokens(seq_offsets, before, len(k))
         if chosen == "reference" or readable(k):
             packed = position >= format.sink_tokens
-            # Values that do not fit are refused here, before anything changes.
+            # Raise for numbers beyond the range of fp16 before the cache changes.
             store.encode(k[packed], v[packed], format, self.channel_order)
         self._grow(seq_offsets.diff().tolist())
         if chosen == "reference":
@@ -163,30 +163,30 @@ class RotateKVCache:
         return self
 
     def _grow(self, more: list[int]) -> None:
-        """Count `more` tokens of each sequence, and allocate pages for them."""
+        """Reserve pages for `more` tokens of each sequence."""
         lengths = [length + new for length, new in zip(self.lengths, more)]
         total = sum(map(self.format.num_pages, lengths))
         if total > self.pool.num_pages:
-            # It grows by an eighth more than needed, so that not every append copies the pages.
+            # Allocate an eighth more than needed, so that not every append copies all pages.
             self.pool.enlarge(total + (total // 8 if self.pool.num_pages else 0))
         self._hold([self.pool.reserve(row, length) for row, length in zip(self.rows, lengths)], lengths)
 
     def save(self, path) -> None:
-        """Write the cache to one safetensors file, which appears whole or not at all.
+        """Write the cache to one safetensors file atomically.
 
-        Raises OSError if it cannot be written, also at the path of a device, a pipe or a folder, and ValueError for a
-        cache with NaN or infinity, which `load` refuses.
+        Raises OSError if the file cannot be written, or if the path is a device, a pipe or a folder. Raises ValueError
+        if the cache has NaN or infinity.
         """
         _check_values(self.tensors)
         files.save(self.pool, path, self.rows, self.lengths, self.channel_order)
 
     @classmethod
     def load(cls, path, device: torch.device | str = "cpu") -> Self:
-        """Read the file of `save`; ValueError, in one line, for a file that is missing, damaged or of another kind."""
+        """Return the cache that `save` wrote; raise ValueError if the file is missing, damaged or of another format."""
 
         def check(format: PageFormat, layers: int, tensors: dict[str, Tensor]) -> None:
             if format.bits is None or layers != 1:
-                raise ValueError("pages of a pool, not a RotateKV cache: PagePool.load reads them")
+                raise ValueError("expected a RotateKV cache, got the pages of a pool; use PagePool.load")
             _check_values({name.partition(".")[2]: x for name, x in tensors.items()})
 
         pool, rows, lengths, order = files.load(PagePool, path, device, None, None, check)
@@ -196,6 +196,6 @@ class RotateKVCache:
 def _check_values(tensors: dict[str, Tensor]) -> None:
     for name, x in tensors.items():
         if x.is_floating_point() and not x.isfinite().all():
-            raise ValueError(f"{name} holds NaN or infinity: keys or values that are not finite were cached")
+            raise ValueError(f"{name} has NaN or infinity; keys and values must be finite")
         if name.endswith("ranges") and (x[..., 0] < 0).any():
-            raise ValueError(f"{name} holds a scale below 0")
+            raise ValueError(f"{name} has a negative scale")

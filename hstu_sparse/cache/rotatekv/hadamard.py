@@ -1,7 +1,7 @@
-"""Compute the Hadamard transform of rows, as products with Sylvester's matrices of at most 64: kernel and operator.
+"""Compute the Hadamard transform of rows by products with Sylvester's matrices of at most 64: kernel and operator.
 
-The matrix of n is the Kronecker product of those of OUTER and INNER, n = OUTER * INNER: a row, as a matrix [OUTER,
-INNER], is multiplied from both sides. Several rows of fewer than 16 elements form one row of the product.
+The matrix of n = OUTER * INNER is the Kronecker product of those of OUTER and INNER: a row, as a matrix [OUTER, INNER],
+is multiplied from both sides. Several rows of fewer than 16 elements form one row of the product.
 """
 
 import torch
@@ -13,7 +13,7 @@ from hstu_sparse.core.launch import cdiv, run
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.core.validation import check_kernel, check_products
 
-ELEMENTS = 2048  # elements of a program, unless a row has more
+ELEMENTS = 2048  # elements of a program; more if a row has more
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -21,7 +21,7 @@ def hadamard_transform_fwd_kernel(
     x, out, total, scale, N: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Transform ROWS rows of OUTER * INNER elements; with N less than INNER a row is several rows of x."""
+    """Transform ROWS rows of OUTER * INNER elements; if N < INNER, such a row is several rows of x."""
     place = tl.arange(0, ROWS * OUTER * INNER)
     element = tl.program_id(0).to(tl.int64) * (ROWS * OUTER * INNER) + place
     values = tl.reshape(tl.load(x + element, element < total, 0.0), [ROWS * OUTER, INNER])
@@ -38,7 +38,7 @@ def hadamard_transform_fwd_kernel(
         if x.dtype.element_ty == tl.float32:
             values = tl.dot(values, outer, input_precision=PRECISION)
         else:
-            # In two halves, so that no digit of 16-bit numbers is lost; the sums may be too large for fp16.
+            # Split into two bf16 numbers, which is exact for sums of 16-bit numbers; fp16 might overflow.
             high = values.to(tl.bfloat16)
             low = (values - high.to(tl.float32)).to(tl.bfloat16)
             values = tl.dot(low, outer.to(tl.bfloat16), tl.dot(high, outer.to(tl.bfloat16)))
@@ -48,7 +48,7 @@ def hadamard_transform_fwd_kernel(
 
 
 def factors(n: int) -> tuple[int, int]:
-    """Return (OUTER, INNER) of n: both at least 16, the least size of a product, or all in one."""
+    """Return (OUTER, INNER) of n: both at least 16, the minimum of tl.dot, or (1, INNER)."""
     if n < 256:
         return 1, max(16, n)
     inner = 1 << (n.bit_length() // 2)

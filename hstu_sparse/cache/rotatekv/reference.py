@@ -1,4 +1,4 @@
-"""Compute RotateKV in plain PyTorch: the specification. Any device, any float dtype, vectorised.
+"""Compute RotateKV in plain PyTorch, on any device and in any float dtype: the specification.
 
 Letters: T cached tokens, Tq queries, B sequences, N max_seq_len, H heads, D query/key and V value head size, G heads of
 a head group, C its channels, HG = H / G head groups, K channels of a key that pruning retains.
@@ -20,13 +20,13 @@ from hstu_sparse.core.precision import widened
 
 
 def decompress_reference(cache: RotateKVCache, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Return (k [T, H, D], v [T, H, V]) of a cache, in its own dtype or the given one."""
+    """Return (k [T, H, D], v [T, H, V]) of a cache in `dtype`, by default the cache's."""
     dtype = dtype or cache.dtype
     return store.read(cache.tensors, cache.format, cache.pages, *cache.tokens(), dtype, cache.channel_order)
 
 
 def round_trip_reference(k: Tensor, v: Tensor, sinks: Tensor, format: PageFormat, channel_order: Tensor | None):
-    """Return decompress(compress(k, v)) without a cache; tokens that `sinks` [T] bool marks are unchanged."""
+    """Return decompress(compress(k, v)) without a cache; tokens where `sinks` [T] is True are unchanged."""
     packed = (x.masked_fill(sinks[:, None, None], 0) for x in (k, v))  # sinks may exceed the codes' range
     restored = decode(*encode(*packed, format, channel_order), format, channel_order, k.dtype)
     return tuple(torch.where(sinks[:, None, None], x, y) for x, y in zip((k, v), restored))
@@ -36,7 +36,7 @@ def self_term(
     q: Tensor, k: Tensor, v: Tensor, coded_k: Tensor, coded_v: Tensor, bias: RelativeBias, scale: float,
     normalizer: float,
 ) -> Tensor:  # fmt: skip
-    """Return what a token's own key and value add to its output of SiLU attention beyond what their codes add."""
+    """Return each token's attention to itself with its key and value, minus that with their codes: [T, H, V]."""
     zero_distance = torch.zeros(len(q), dtype=torch.int64, device=q.device)
     self_bias = pair_bias(bias, zero_distance, bias.query_timestamps, bias.timestamps)
     if isinstance(self_bias, Tensor):
@@ -50,7 +50,7 @@ def self_term(
 
 
 def rope(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotate x [T, H, D] to its position [T]: half-split pairs, pair i by position * base ** (-2 i / D)."""
+    """Apply RoPE to x [T, H, D] at positions [T]: pair (i, i + D/2) is rotated by position * base ** (-2 i / D)."""
     half = x.shape[-1] // 2
     step = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
     angle = positions.double()[:, None, None] * step
@@ -72,9 +72,9 @@ def attention_reference(
     bias: RelativeBias,
     rope_base: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend queries [Tq, H, D] to all keys of their sequence: (out [Tq, H, V], log-sum-exp [Tq, H] or None).
+    """Return (out [Tq, H, V], log-sum-exp [Tq, H] or None) of queries that attend to all keys of their sequence.
 
-    A sequence without keys gives 0, and the log-sum-exp -inf. normalizer: for silu.
+    For a sequence without keys, out is 0 and the log-sum-exp is -inf. normalizer: for silu.
     """
     lengths = seq_offsets.diff()
     num_queries = int(q_offsets.diff().max()) if len(lengths) else 0

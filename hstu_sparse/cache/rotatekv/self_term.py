@@ -1,12 +1,11 @@
-"""Compute what a token's own key and value add to its output beyond what their codes add, forward and backward.
+"""Correct the attention of each token to itself in `rotatekv_self_attention`: kernels and operator.
 
-In `rotatekv_self_attention` dense attention reads every key and value from codes. A token sees itself exactly, so the
-term
+Dense attention to quantised keys k' and values v' also quantises each token's key and value for itself. The term
 
     self_term[t] = (1/N) (SiLU(scale * q[t].k[t] + b) * v[t]  -  SiLU(scale * q[t].k'[t] + b) * v'[t])
 
-with k', v' from the codes and b the bias of a pair of one token, is added to that. The gradients of k' and v' belong to
-k and v, straight through the codes. Both kernels pass once over their tensors.
+replaces that by exact attention; b is the bias of a token with itself. The gradients of k' and v' are added to those of
+k and v, as if there were no quantisation. Both kernels read each tensor once.
 
 Letters: T tokens, H heads, D query/key and V value head size, N normalizer.
 """
@@ -25,15 +24,15 @@ from hstu_sparse.core.launch import cdiv, multiprocessors, padded_head, run
 from hstu_sparse.core.registration import Operator
 from hstu_sparse.tiles.rows import Rows, as_rows, load_head, load_rows, silu, silu_and_grad, store_rows
 
-# Tokens of a tile; programs of the backward kernel per multiprocessor; columns of a program's sums for the tables.
-_TOKENS, _RESIDENT, _SUMS = 16, 8, 256
-_POSITION = tl.constexpr(_SUMS - 1)  # the column of the position table's first entry: no bucket reaches it
+# Tokens of a tile, programs of the backward kernel per multiprocessor, columns of a program's sums for the tables.
+_TOKENS, _PROGRAMS, _SUMS = 16, 8, 256
+_POSITION = tl.constexpr(_SUMS - 1)  # the column for entry 0 of the position table, after those of the buckets
 assert _POSITION.value > MAX_BUCKETS
 
 
 @triton.jit
 def self_bias(token, mask, bias):
-    """Return (biases of the pairs of a token with itself, their time buckets), [tokens]."""
+    """Return (biases of each token with itself, their time buckets), [tokens]."""
     query_times = load_times(bias.query_times, token, mask)
     key_times = load_times(bias.key_times, token, mask)
     return table_bias(bias, tl.zeros_like(token), mask, query_times, key_times)
@@ -44,7 +43,7 @@ def rotatekv_self_term_fwd_kernel(
     q, k, v, coded_k, coded_v, self_term, bias, scale, inverse, T,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Compute R tokens of `self_term`; inverse: 1/N. q, k and v are `Rows`, bias is a `KernelBias`."""
+    """Compute `self_term` for R tokens. q, k, v: `Rows`; bias: `KernelBias`; inverse: 1/N."""
     token = tl.program_id(0) * R + tl.arange(0, R)
     mask = token < T
     pair_biases, _ = self_bias(token, mask, bias)
@@ -66,9 +65,9 @@ def rotatekv_self_term_bwd_kernel(
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, R: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of q, and of k and v with those of their codes, of every num_programs-th tile of R tokens.
+    """Compute the gradients of q, k and v for every num_programs-th tile of R tokens.
 
-    sums [programs, SUMS]: each program's sums for the time table's buckets, and at _POSITION for the position table.
+    sums: [programs, SUMS], the gradients of the time table's buckets, and in column _POSITION of the position table.
     """
     column = tl.arange(0, SUMS)[None, :]
     total = tl.zeros([SUMS], tl.float32)
@@ -104,7 +103,7 @@ def rotatekv_self_term_bwd_kernel(
 
 
 class Arguments(NamedTuple):
-    """The operator's arguments: see `reference.self_term`."""
+    """The arguments of the operator, see `reference.self_term`."""
 
     q: Tensor
     k: Tensor
@@ -117,7 +116,7 @@ class Arguments(NamedTuple):
 
     @property
     def inputs(self) -> tuple:
-        """The kernels' arguments for tokens and codes."""
+        """The tensors among the arguments of the kernels."""
         return *map(Rows.of, as_rows(self.q, self.k, self.v, align=False)), self.coded_k, self.coded_v
 
     @property
@@ -143,7 +142,7 @@ def _backward(grad, *arguments):
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (a.q, a.k, a.v)]
     tables = [torch.zeros_like(table) for table in a.bias[:2] if table is not None]
     tokens, device = len(a.q), a.q.device
-    programs = min(_RESIDENT * multiprocessors(device), cdiv(tokens, _TOKENS))
+    programs = min(_PROGRAMS * multiprocessors(device), cdiv(tokens, _TOKENS))
     sums = torch.zeros(programs, _SUMS, dtype=torch.float32, device=device) if tables else None
     if a.q.numel():
         (grad,) = as_rows(grad, align=False)

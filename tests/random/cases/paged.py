@@ -56,7 +56,7 @@ def launched_with(splits):
     from hstu_sparse.cache.paged import launch
     from hstu_sparse.core.launch import override
 
-    return override(launch.splits_of, lambda *_: splits)
+    return override(launch.num_splits, lambda *_: splits)
 
 
 def check(
