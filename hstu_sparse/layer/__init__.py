@@ -1,1 +1,1 @@
-"""Small fused operators of a layer, one file each: the public function, its reference, its kernels."""
+"""Define the small fused operators of a layer. Each file has a public function, its reference and its kernels."""

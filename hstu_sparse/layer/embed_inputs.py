@@ -1,10 +1,10 @@
-"""Compute a model's input: rows of tables, a position's row, dropout.
+"""Compute the input of a model: embeddings of tokens plus embeddings of positions, with dropout.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, E embedding size.
 
-Forward and the tokens' gradients: a program has a tile of a sequence's tokens (`locate`), which have consecutive
-positions. The positions' gradient: a program has a tile of positions and iterates over every n-th sequence; with many
-sequences, several programs share a tile, and their parts are summed up afterwards.
+Forward, and gradients of tokens: a program has a tile of consecutive tokens of a sequence (`locate`). Gradient of
+positions: a program has a tile of positions and sums over every n-th sequence; if there are many sequences, several
+programs share a tile, and their parts are summed afterwards.
 """
 
 import functools
@@ -47,27 +47,27 @@ def embed_inputs(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Compute dropout(rows * scale + position[t] + more), t being the position of each token in its sequence.
+    """Compute dropout(rows * scale + position[t] + more); t is the position of each token in its sequence.
 
-    With `num_targets` the last m_b tokens of sequence b are candidates, which all have the position of the first one.
+    With `num_targets` the last m_b tokens of sequence b are candidates; all have the position of the first candidate.
 
-    In Triton this is one kernel forward and two backward, for the tokens and for the positions, which save only their
-    inputs. Gradients have the same bits in every run: a position's is summed over the sequences in a fixed order.
+    In Triton, forward is one kernel, and backward two, one for tokens and one for positions. They save only the inputs.
+    Gradients are deterministic.
 
     Args:
-        rows: [T, E], fp16, bf16 or fp32 (the reference also fp64), the looked-up row of each token.
-        position: [N, E], a row for each position, of any floating dtype.
+        rows: [T, E], the embedding of each token, fp16, bf16 or fp32 (the reference also fp64).
+        position: [N, E], the embedding of each position, floating point.
         seq_offsets: [B+1], int32 or int64, from 0 to T; no sequence is longer than N.
-        scale: factor of rows.
-        num_targets: [B] int32 or int64, candidates at each sequence's end, 0 <= m_b <= n_b.
-        more: [T, E], added without a factor, or None.
-        dropout, seed: as `norm_gate`'s.
-        dtype: dtype of the result, floating point; by default the one that rows + position (+ more) has.
+        scale: the factor of rows.
+        num_targets: [B] int32 or int64, the number m_b of candidates at the end of each sequence; None for none.
+        more: [T, E], added to the result, or None.
+        dropout, seed: see `norm_gate`.
+        dtype: the dtype of the result, floating point; by default that of rows + position (+ more).
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [T, E], contiguous, of that dtype. Gradients flow to rows, position and more;
-        the kernels have no second derivatives.
+        [T, E], contiguous, in `dtype`. Gradients flow to rows, position and more; the kernels have no second
+        derivatives.
 
     Examples:
         >>> rows, position = torch.ones(3, 2), torch.tensor([[0.0, 0], [10, 20]])
@@ -77,7 +77,7 @@ def embed_inputs(
                 [12., 22.]])
 
     Raises:
-        TypeError, ValueError: with the expected and the actual value. The kernels take E up to 4,096.
+        TypeError, ValueError: with the expected and the actual value. The kernels support E up to 4,096.
     """
     backend = choose_backend(backend, rows, "embed_inputs")
     sizes: dict[str, int] = {}
@@ -106,29 +106,28 @@ def embed_inputs(
 def embed_inputs_reference(
     rows, position, seq_offsets, *, scale, num_targets, more, dropout, dtype=None
 ) -> torch.Tensor:
-    """Compute dropout(rows * scale + position[place in the sequence] + more); torch's own generator draws the mask."""
+    """Compute `embed_inputs` in plain PyTorch, with a dropout mask from torch's default generator."""
     tokens = torch.arange(rows.shape[0], device=rows.device)
     sequences = sequence_ids(seq_offsets, rows.shape[0])
-    places = tokens - seq_offsets[sequences]
+    positions = tokens - seq_offsets[sequences]
     if num_targets is not None:
-        places = torch.minimum(places, (seq_offsets.diff() - num_targets)[sequences])
+        positions = torch.minimum(positions, (seq_offsets.diff() - num_targets)[sequences])
     dtype = _result(rows, position, more, dtype)
     rows, position, more = widened(rows, position, more)
-    x = rows * scale + position.index_select(0, places)
+    x = rows * scale + position.index_select(0, positions)
     if more is not None:
         x = x + more
     return (F.dropout(x, dropout) if dropout else x).to(dtype).contiguous()
 
 
-# Numbers of a program's tile.
-TILE = 2048
-# The least number of sequences of a program of the positions' gradient, and the greatest number of programs of a tile.
-_WALKED, _SHARING = 8, 16
+TILE = 2048  # elements of a program's tile
+# For the gradient of positions: the minimum number of sequences of a program, the maximum number of programs of a tile.
+_MIN_SEQUENCES, _MAX_SHARING = 8, 16
 
 
 @triton.jit
 def _tile(seq_offsets, num_targets, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr):
-    """Return (tokens [ROWS, 1], their positions, channels [1, PAD_E], mask) of a program's tile."""
+    """Return (tokens [ROWS, 1], positions [ROWS, 1], channels [1, PAD_E], mask) of a program's tile."""
     b, start, length, tile = locate(seq_offsets, tl.program_id(0), B, ROWS)
     place = tile * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PAD_E)[None, :]
@@ -143,7 +142,7 @@ def embed_inputs_fwd_kernel(
     rows, position, seq_offsets, num_targets, more, seed, out, scale, dropout, B, N, E: tl.constexpr,
     PAD_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of tokens: the sum of the given tensors, with dropout."""
+    """Compute the output for a tile of tokens."""
     token, place, column, inside = _tile(seq_offsets, num_targets, B, E, PAD_E, ROWS)
     at = token * E + column
     x = tl.load(rows + at, inside, 0.0).to(tl.float32) * scale
@@ -159,7 +158,7 @@ def embed_inputs_fwd_kernel(
 def embed_inputs_bwd_rows_kernel(
     grad, seq_offsets, seed, drows, dmore, scale, dropout, B, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Compute the gradients of rows and, if given, more for a tile of tokens."""
+    """Compute the gradients of rows and more (or None) for a tile of tokens."""
     token, _place, column, inside = _tile(seq_offsets, None, B, E, PAD_E, ROWS)
     at = token * E + column
     x = tl.load(grad + at, inside, 0.0).to(tl.float32)
@@ -172,7 +171,7 @@ def embed_inputs_bwd_rows_kernel(
 
 @triton.jit
 def _gradient(grad, seed, token, inside, dropout, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr):
-    """Return the gradient [ROWS, PAD_E] before dropout of the tokens [ROWS, 1]."""
+    """Return the gradient [ROWS, PAD_E] of the tokens [ROWS, 1] before dropout."""
     column = tl.arange(0, PAD_E)[None, :]
     x = tl.load(grad + token * E + column, inside, 0.0).to(tl.float32)
     if seed is not None:
@@ -185,7 +184,7 @@ def embed_inputs_bwd_position_kernel(
     grad, seq_offsets, num_targets, seed, parts, dropout, B, N, sharing, E: tl.constexpr, PAD_E: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute parts [sharing, N, E]: a tile of positions, summed over every `sharing`-th sequence."""
+    """Compute parts [sharing, N, E] for a tile of positions: sums over every `sharing`-th sequence."""
     first = tl.program_id(0) // sharing * ROWS
     share = tl.program_id(0) % sharing
     place = first + tl.arange(0, ROWS)[:, None]
@@ -216,7 +215,7 @@ def _config(size: int) -> LaunchConfig:
 
 
 def _result(rows, position, more, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the result's dtype: `dtype`, or that of the sum."""
+    """Return `dtype`, by default that of the sum."""
     return dtype or functools.reduce(torch.promote_types, (x.dtype for x in (rows, position, more) if x is not None))
 
 
@@ -233,7 +232,7 @@ def _forward(rows, position, seq_offsets, num_targets, more, seed, scale, dropou
 
 
 def _backward(grad, rows, position, seq_offsets, num_targets, more, seed, scale, dropout, _):
-    """Return the gradients of rows, position and, if given, more."""
+    """Return the gradients of rows, position and, unless it is None, more."""
     drows, dposition, *dmore = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (rows, position, more) if x is not None
     )
@@ -244,7 +243,7 @@ def _backward(grad, rows, position, seq_offsets, num_targets, more, seed, scale,
         embed_inputs_bwd_rows_kernel, len(rows) // config.ROWS + sequences, grad, seq_offsets, seed, drows,
         *(dmore or [None]), scale, dropout, sequences, **config,
     )  # fmt: skip
-    sharing = max(1, min(_SHARING, sequences // _WALKED))
+    sharing = max(1, min(_MAX_SHARING, sequences // _MIN_SEQUENCES))
     direct = sharing == 1 and position.dtype == torch.float32
     parts = dposition if direct else torch.empty(sharing, *position.shape, dtype=torch.float32, device=grad.device)
     run(

@@ -1,12 +1,11 @@
-"""Compute layer norm without affine parameters, alone or times a gate with dropout.
+"""Compute layer norm without affine parameters, alone or multiplied by a gate, with dropout.
 
 Letters: T tokens of the batch, C channels.
 
-One program has a tile of whole rows, a few thousand elements, so that a row is read once and its statistics stay in
-registers. The backward pass reads the rows too and recomputes the statistics: since only the inputs are saved, the
-forward pass allocates only its output.
+A program has a tile of whole rows, so that each row is read once and its statistics stay in registers. The backward
+pass recomputes the statistics, so that only the inputs are saved.
 
-With y the normalised row, g the incoming gradient through the dropout and h = g u:
+With y the normalised row, g the gradient before dropout and h = g u:
     du = g y,    dx = (h - mean(h) - y mean(h y)) / sqrt(variance + eps)
 """
 
@@ -40,26 +39,23 @@ def norm_gate(
 ) -> torch.Tensor:
     """Compute dropout(LayerNorm(x) * u), the step between attention and output projection in an HSTU layer.
 
-    The norm is over C, without affine parameters. In Triton there is one kernel each for forward and backward; only x,
-    u and the seed are saved for the backward pass, which recomputes mean, scale and mask.
+    The norm is over C, without affine parameters. In Triton, forward and backward are one kernel each. Only x, u and
+    the seed are saved; backward recomputes mean, scale and mask.
 
-    Dropout retains element (t, c) with probability 1 - dropout and divides it by that. In Triton the mask is a function
-    of (seed, t, c) alone (Philox 4x32, 10 rounds), so equal seeds give equal masks for any T and C: use another seed
-    for every layer and step. The reference ignores `seed` and draws from torch's default generator, so that its mask
-    differs.
+    Dropout keeps element (t, c) with probability 1 - dropout and divides it by that. In Triton the mask depends on
+    (seed, t, c) only (Philox 4x32, 10 rounds): use another seed for every layer and step. The reference ignores `seed`
+    and draws another mask from torch's default generator.
 
     Args:
-        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows need not be adjacent (a slice of a wider tensor is
-            not copied); a tensor whose channels are not adjacent is copied.
-        u: [T, C], its dtype may differ from x's; strides as x.
+        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Copied if its channels are not adjacent.
+        u: [T, C]; the dtype may differ from that of x. Copied if its channels are not adjacent.
         eps: added to the variance.
-        dropout: probability of zeroing, 0 <= dropout < 1; pass 0 in evaluation.
-        seed: int64 tensor of one element on x's device, needed by the kernels when dropout > 0. Read on the device.
+        dropout: the probability of zeroing, 0 <= dropout < 1; pass 0 in evaluation.
+        seed: int64 tensor of one element on the device of x; the kernels need it if dropout > 0.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [T, C], contiguous, of the dtype that x * u has. Gradients flow to x and u; the kernels have no second
-        derivatives.
+        [T, C], contiguous, in the dtype of x * u. Gradients flow to x and u; the kernels have no second derivatives.
 
     Examples:
         >>> x, u = torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 5.0]])
@@ -86,18 +82,18 @@ def norm_gate(
 def layer_norm(
     x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
 ) -> torch.Tensor:
-    """Compute LayerNorm(x) over C without affine parameters: (x - mean) / sqrt(variance + eps), as torch does.
+    """Compute LayerNorm(x) over C without affine parameters: (x - mean) / sqrt(variance + eps).
 
-    It is for few channels: torch's CUDA kernel uses a block of threads for each row, these kernels a tile of many rows.
+    The kernels are fast for few channels: a program has many rows, where torch's CUDA kernel has one.
 
     Args:
-        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows need not be adjacent, as for `norm_gate`.
+        x: [T, C], fp16, bf16 or fp32 (the reference also fp64). Copied if its channels are not adjacent.
         eps: added to the variance.
-        dtype: dtype of the result, floating point; by default x's. Statistics are always fp32.
+        dtype: the dtype of the result, floating point; by default that of x. Statistics are fp32.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [T, C], contiguous, of that dtype. Gradients flow to x; the kernels have no second derivatives.
+        [T, C], contiguous, in `dtype`. Gradients flow to x; the kernels have no second derivatives.
 
     Examples:
         >>> hstu_sparse.layer_norm(torch.tensor([[1.0, 3.0], [5.0, 1.0]]))
@@ -116,7 +112,7 @@ def layer_norm(
 
 
 def check_input(x, eps, backend, op) -> tuple[float, str, dict[str, int]]:
-    """Return eps as a float, the chosen backend, letter -> size."""
+    """Return (eps as a float, the backend, letter -> size) for x [T, C]."""
     sizes: dict[str, int] = {}
     check_tensor("x", x, "T C", sizes)
     if not sizes["C"]:
@@ -125,7 +121,7 @@ def check_input(x, eps, backend, op) -> tuple[float, str, dict[str, int]]:
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
-    """Raise TypeError for a result's dtype that is not floating point."""
+    """Raise TypeError unless `dtype` is None or floating point."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be floating point, got {dtype!r}")
 
@@ -133,10 +129,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 def norm_gate_reference(
     x: torch.Tensor, u: torch.Tensor | None, *, eps: float, dropout: float, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Compute dropout(LayerNorm(x) * u), or LayerNorm(x) without u: [T, C]. torch's own generator draws the mask.
-
-    dtype: dtype of the result; by default that of x * u.
-    """
+    """Compute dropout(LayerNorm(x) * u), or LayerNorm(x) without u: [T, C] in `dtype`, by default that of x * u."""
     dtype = dtype or (x.dtype if u is None else torch.promote_types(x.dtype, u.dtype))
     x, u = widened(x, u)
     normed = F.layer_norm(x, x.shape[-1:], eps=eps)
@@ -146,27 +139,26 @@ def norm_gate_reference(
 
 @triton.jit
 def load_fp32(base, row, column, stride, inside):
-    """Load rows as fp32, zero outside."""
+    """Load rows as fp32; 0 where not `inside`."""
     return tl.load(base + row.to(tl.int64) * stride + column, inside, 0.0).to(tl.float32)
 
 
 @triton.jit
 def _normalise(x, column, eps, C: tl.constexpr):
-    """Return (normalised rows with zeros past C, 1 / sqrt(variance + eps) [ROWS, 1]) of rows with zeros past C."""
+    """Return (normalised rows, 1 / sqrt(variance + eps) [ROWS, 1]); x and the rows are 0 from column C on."""
     mean = tl.sum(x, 1, keep_dims=True) / C
     centred = tl.where(column < C, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / C + eps)
     return centred * rstd, rstd
 
 
-# Kernels are not specialised on T, which varies by batch, nor on the seed's alignment: it may be an element of a tensor
-# with the seeds of all layers.
+# Not specialised on T, which varies, nor on the alignment of the seed, which may be an element of a tensor.
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["seed"])
 def norm_gate_fwd_kernel(
     x, u, out, x_stride_t, u_stride_t, tokens, eps, seed, dropout,
     C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS rows of the output; no gate without u, no dropout without seed."""
+    """Compute ROWS rows of the output, without gate if u is None, without dropout if seed is None."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < tokens) & (column < C)
@@ -183,7 +175,7 @@ def norm_gate_bwd_kernel(
     grad, x, u, more_grad, dx, du, grad_stride_t, x_stride_t, u_stride_t, more_stride_t, tokens, eps, seed, dropout,
     C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS rows of the gradients of x and, if given, u. more_grad: another gradient of x to add."""
+    """Compute ROWS rows of the gradients of x and u (or None). more_grad: another gradient of x to add, or None."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < tokens) & (column < C)
@@ -205,16 +197,16 @@ def norm_gate_bwd_kernel(
 
 @functools.cache
 def rows_config(channels: int) -> LaunchConfig:
-    """Return the configuration of the kernels for C channels: ROWS rows of a program."""
+    """Return the configuration of the kernels for C channels, with ROWS rows for each program."""
     width = max(4, next_power_of_2(channels))
-    # Fused into h - mean(h), the product h = g u would not be rounded as in the mean: with one channel the difference
-    # would not be 0.
+    # With fused multiply-add, h = g u in h - mean(h) would not be rounded as in the mean: for one channel the
+    # difference would not be 0.
     warps, rows = max(4, width // 512), max(1, TILE // width)
     return LaunchConfig(warps, C=channels, ROWS=rows, BLOCK_C=width, enable_fp_fusion=False)
 
 
 def stride(x: torch.Tensor | None) -> int:
-    """Return the elements between rows, for a missing tensor a default."""
+    """Return the stride of the rows; 0 for None."""
     return 0 if x is None else x.stride(0)
 
 
@@ -239,12 +231,12 @@ def _forward(x, u, seed, eps, dropout, dtype):
 
 
 def _backward(grad, x, u, seed, eps, dropout, _):
-    """Return [dx, du], or [dx] without u."""
+    """Return [dx, du], or [dx] if u is None."""
     return norm_gate_gradients(grad, x, u, None, seed, eps, dropout)
 
 
 def norm_gate_gradients(grad, x, u, more_grad, seed, eps, dropout):
-    """Return [dx + more_grad, du], without u only the first; more_grad may be None."""
+    """Return [dx + more_grad, du], or [dx + more_grad] if u is None. more_grad: [T, C] or None."""
     tokens, channels = x.shape
     grad, x, u, more_grad = as_rows(grad, x, u, more_grad, align=False)
     outputs = [torch.empty((tokens, channels), dtype=a.dtype, device=x.device) for a in (x, u) if a is not None]
@@ -269,7 +261,7 @@ norm_gate_operator = Operator("norm_gate", _SCHEMA, _forward, _backward, _fake, 
 
 
 def check_sizes(**tensors: torch.Tensor | None) -> None:
-    """Check the sizes of [T, C] tensors, the first named x, that only the reference supports."""
+    """Raise an error for dtypes and sizes of [T, C] tensors, one named x, that only the reference supports."""
     for name, x in tensors.items():
         if x is not None:
             check_kernel(name, x, {}, products=False)
@@ -277,4 +269,4 @@ def check_sizes(**tensors: torch.Tensor | None) -> None:
     if channels > MAX_CHANNELS:
         raise ValueError(f"the kernels take C up to {MAX_CHANNELS}, got {channels}; use backend='reference'")
     if tokens >= 2**31:
-        raise ValueError(f"the kernels take T below 2^31, got {tokens}")
+        raise ValueError(f"the kernels take T below 2^31, got {tokens}; use backend='reference'")

@@ -1,10 +1,10 @@
-"""Compute gates of queries: a small network gives a few numbers in (0, 1) for each head's query.
+"""Compute gates from queries: a small network with G outputs in (0, 1) for the query of each token and head.
 
-Letters: T tokens of the batch, H heads, D size of a query, F size of the hidden layer, G gates, R = T * H rows.
+Letters: T tokens of the batch, H heads, D head size of queries, F size of the hidden layer, G gates, R = T * H rows.
 
-A program has a tile of rows. The values between the two products stay in registers, and backward recomputes them. The
-weights' gradients are sums over all rows: each program of backward processes every n-th tile and writes its sums to a
-row of `parts`, which another kernel sums up: one order, the same bits in every run.
+A program has a tile of rows. The hidden layer stays in registers, and backward recomputes it. The gradients of the
+weights are sums over all rows. Each program of the backward kernel sums every n-th tile into its row of `parts`, and
+another kernel sums the rows of `parts`: the order is fixed, so that results are deterministic.
 """
 
 import torch
@@ -23,29 +23,28 @@ MAX_SIZE, MAX_HIDDEN, MAX_GATES = 128, 64, 16
 
 
 def takes_kernel(size: int, hidden: int, dtype: torch.dtype) -> bool:
-    """Return whether the kernels support D and F: both products' padded matrices have to fit, with a tile of rows."""
-    room = 4096 if dtype == torch.float32 else 8192
-    return size <= MAX_SIZE and hidden <= MAX_HIDDEN and padded_head(size) * padded_head(hidden) <= room
+    """Return whether the kernels support D and F: the padded matrices and a tile of rows must fit into registers."""
+    most = 4096 if dtype == torch.float32 else 8192
+    return size <= MAX_SIZE and hidden <= MAX_HIDDEN and padded_head(size) * padded_head(hidden) <= most
 
 
 @without_autocast
 def query_gates(
     q: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """Compute sigmoid(w2 relu(w1 q + b1) + b2): G gates for each token and head, by one network that the heads share.
+    """Compute G gates for each token and head: sigmoid(w2 relu(w1 q + b1) + b2). All heads share the weights.
 
-    In Triton this is one kernel forward, which saves only its inputs, and two backward; products are in q's dtype, sums
-    in fp32. Gradients have the same bits in every run.
+    In Triton, forward is one kernel, which saves its inputs only, and backward two. Products are in the dtype of q,
+    sums in fp32. Gradients are deterministic.
 
     Args:
-        q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64). Tokens and heads need not be adjacent.
-        w1, b1: [F, D] and [F], any floating dtype; weights are rounded to q's.
-        w2, b2: [G, F] and [G], likewise.
+        q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64). Copied if its channels are not adjacent.
+        w1, b1: [F, D] and [F], floating point, rounded to the dtype of q.
+        w2, b2: [G, F] and [G], floating point, rounded to the dtype of q.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [G, T, H], contiguous, of q's dtype. Gradients flow to q and the weights; the kernels have no second
-        derivatives.
+        [G, T, H], contiguous, dtype of q. Gradients flow to q and the weights; the kernels have no second derivatives.
 
     Examples:
         >>> q, w1, b1 = torch.randn(5, 2, 16), torch.randn(32, 16), torch.zeros(32)
@@ -55,8 +54,8 @@ def query_gates(
         (torch.Size([3, 5, 2]), tensor(0.5000))
 
     Raises:
-        TypeError, ValueError: with the expected and the actual value. The kernels take D up to 128 with F up to 64, in
-            fp32 D up to 64 or F up to 32, and G up to 16.
+        TypeError, ValueError: with the expected and the actual value. The kernels support D up to 128, F up to 64 (in
+            fp32 only D up to 64 or F up to 32), and G up to 16.
     """
     backend = choose_backend(backend, q, "query_gates")
     sizes: dict[str, int] = {}
@@ -76,7 +75,7 @@ def query_gates(
 
 
 def query_gates_reference(q, w1, b1, w2, b2) -> torch.Tensor:
-    """Compute sigmoid(w2 relu(w1 q + b1) + b2) in q's dtype: [G, T, H]."""
+    """Compute sigmoid(w2 relu(w1 q + b1) + b2): [G, T, H], dtype of q."""
     wide, *network = widened(q, *(x.to(q.dtype) for x in (w1, b1, w2, b2)))
     w1, b1, w2, b2 = network
     gates = torch.sigmoid(F.linear(F.relu(F.linear(wide, w1, b1)), w2, b2))
@@ -84,13 +83,13 @@ def query_gates_reference(q, w1, b1, w2, b2) -> torch.Tensor:
 
 
 # Programs of the backward kernel per multiprocessor.
-_RESIDENT = 2
-_GATES = 16  # G padded: the least size of a product
+_PROGRAMS = 2
+_GATES = 16  # the minimum of G padded, for tl.dot
 
 
 @triton.jit
 def _rows(r, q, stride_t, stride_h, inside, H: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr):
-    """Return pointers and mask of rows r of a [T, H, D] tensor."""
+    """Return (pointers, mask) of rows r of a tensor [T, H, D]."""
     d = tl.arange(0, PAD_D)[None, :]
     pointers = q + ((r // H).to(tl.int64) * stride_t + (r % H) * stride_h)[:, None] + d
     return pointers, inside[:, None] & (d < D)
@@ -112,7 +111,7 @@ def _vector(b, SIZE: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def _network(x, w1, b1, w2, b2, PRECISION: tl.constexpr):
-    """Compute (hidden [M, F] in fp32, gates [M, G]) of rows x."""
+    """Return (hidden layer [rows, F] in fp32, gates [rows, G]) of rows x."""
     hidden = tl.maximum(tl.dot(x, tl.trans(w1), input_precision=PRECISION) + b1, 0.0)
     logits = tl.dot(hidden.to(x.dtype), tl.trans(w2), input_precision=PRECISION) + b2
     return hidden, 1.0 / (1.0 + tl.exp(-logits))
@@ -139,7 +138,7 @@ def query_gates_bwd_kernel(
     G: tl.constexpr, PAD_D: tl.constexpr, PAD_F: tl.constexpr, PAD_G: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq [R, D], and in the program's row of parts its rows' share of the gradients of w1, b1, w2 and b2."""
+    """Compute dq [R, D] for every n-th tile, and their sums for dw1, db1, dw2 and db2 in the program's row of parts."""
     g = tl.arange(0, PAD_G)[None, :]
     w1 = _matrix(w1, F, D, PAD_F, PAD_D).to(q.dtype.element_ty)
     w2 = _matrix(w2, G, F, PAD_G, PAD_F).to(q.dtype.element_ty)
@@ -178,7 +177,7 @@ def query_gates_bwd_kernel(
 def _config(q, w2, hidden: int) -> LaunchConfig:
     _, H, D = q.shape
     width, inner = padded_head(D), padded_head(hidden)
-    # Tile sizes for which a program's products and sums fit into registers.
+    # The products and sums of a program must fit into registers.
     small = q.dtype != torch.float32 and width * inner <= 4096
     rows = 16 if INTERPRET else 64 if small else 32
     return LaunchConfig(
@@ -188,7 +187,7 @@ def _config(q, w2, hidden: int) -> LaunchConfig:
 
 
 def _ready(q, *weights):
-    """Make channels and weights contiguous."""
+    """Make the channels of q and the weights contiguous."""
     return *as_rows(q, align=False), *(x.contiguous() for x in weights)
 
 
@@ -211,7 +210,7 @@ def _backward(grad, *arguments):
     config = _config(q, weights[2], len(weights[0]))
     rows = q.shape[0] * q.shape[1]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    programs = min(_RESIDENT * launch.multiprocessors(q.device), cdiv(rows, config.ROWS))
+    programs = min(_PROGRAMS * launch.multiprocessors(q.device), cdiv(rows, config.ROWS))
     parts = torch.empty(programs, sum(x.numel() for x in weights), dtype=torch.float32, device=q.device)
     if rows:
         run(

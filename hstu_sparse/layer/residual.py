@@ -1,11 +1,11 @@
-"""Define a residual stream: x's norm beside x itself, and the sum at the end. Triton kernels and autograd functions.
+"""Compute the norm at the beginning of a residual block, and the sum at its end, with fused gradients.
 
 Letters: T tokens of the batch, C channels.
 
-Two gradients meet at x, that of its norm and that of the stream: the norm's kernel adds the other. The sum's gradient
-is passed on unchanged; `added` gets it in its own dtype, and its bias the sum over tokens, by one kernel that reads it
-once. Under torch.compile and dispatch modes the norm is the registered operator of `norm_gate`, and x is passed
-separately.
+`residual_norm` returns x and its norm: the backward kernel of the norm adds the gradient of the residual connection.
+`residual_add`: one kernel converts the gradient to the dtype of `added` and sums it over tokens for the bias.
+
+Under torch.compile and dispatch modes the norm is the registered operator of `norm_gate`.
 """
 
 import torch
@@ -28,17 +28,17 @@ from hstu_sparse.layer.norm_gate import (
 )
 from hstu_sparse.tiles.rows import as_rows
 
-# Programs of the sum's backward kernel per multiprocessor.
-_RESIDENT = 8
+# Programs of the backward kernel of the sum per multiprocessor.
+_PROGRAMS = 8
 
 
 @without_autocast
 def residual_norm(
     x: torch.Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x, layer_norm(x)) for a residual block: in Triton one backward kernel adds both gradients of x.
+    """Return (x, layer_norm(x)) for a residual block. In Triton, one backward kernel adds both gradients of x.
 
-    Arguments and errors as `layer_norm`.
+    For arguments and errors see `layer_norm`.
 
     Examples:
         >>> x, normed = hstu_sparse.residual_norm(torch.tensor([[1.0, 3.0]]))
@@ -57,18 +57,18 @@ def residual_norm(
 def residual_add(
     x: torch.Tensor, added: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """Compute x + added + bias, the end of a block: added is a product without its bias, usually of fewer bits than x.
+    """Compute x + added + bias, the end of a residual block. `added` is a matrix product without its bias.
 
-    In Triton this is one kernel, and one backward kernel that gives `added` its gradient in its own dtype and sums up
-    the bias's gradient at the same time, in a fixed order. The sum is fp32 for all dtypes.
+    In Triton, forward and backward are one kernel each. The sum and the gradient of the bias are computed in fp32. The
+    results are deterministic.
 
     Args:
-        x, added: [T, C], fp16, bf16 or fp32 (the reference also fp64). Rows need not be adjacent, as for `norm_gate`.
-        bias: [C] of any floating dtype, or None.
+        x, added: [T, C], fp16, bf16 or fp32 (the reference also fp64). Copied if their channels are not adjacent.
+        bias: [C], floating point, or None.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        [T, C], contiguous, of the dtype that x + added has. Gradients flow to all three; the kernels have no second
+        [T, C], contiguous, in the dtype of x + added. Gradients flow to x, added and bias; the kernels have no second
         derivatives.
 
     Examples:
@@ -101,7 +101,7 @@ def residual_add_reference(x: torch.Tensor, added: torch.Tensor, bias: torch.Ten
 
 
 class Fork(torch.autograd.Function):
-    """Return x and its norm. Backward adds both gradients of x in the norm's kernel."""
+    """Return x and its norm. The backward kernel of the norm adds both gradients of x."""
 
     @staticmethod
     def forward(ctx, x, eps, dtype):
@@ -139,7 +139,7 @@ def residual_add_fwd_kernel(
 def residual_add_bwd_kernel(
     grad, dadded, parts, grad_stride_t, tokens, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Compute dadded, grad in its dtype, if that differs; parts [programs, C]: each program's share of the sum."""
+    """Convert grad to dadded, if its dtype differs, and sum it over every n-th tile in parts [programs, C], or None."""
     column = tl.arange(0, BLOCK_C)[None, :]
     total = tl.zeros([ROWS, BLOCK_C], tl.float32)
     for first in range(tl.program_id(0) * ROWS, tokens, tl.num_programs(0) * ROWS):
@@ -172,12 +172,12 @@ def _fake_sum(x, added, bias) -> list[torch.Tensor]:
 
 
 def _shares(grad, dtype) -> list[torch.Tensor]:
-    """Return [the sum of grad over tokens, fp32, grad in `dtype` unless that is None]."""
+    """Return [the sum of grad over tokens in fp32], followed by grad in `dtype` unless that is None."""
     (total, *dadded), (tokens, channels) = _fake_shares(grad, dtype), grad.shape
     if not tokens:
         return [total.zero_(), *dadded]
     (grad,), config = as_rows(grad, align=False), rows_config(channels)
-    programs = min(_RESIDENT * multiprocessors(grad.device), cdiv(tokens, config.ROWS))
+    programs = min(_PROGRAMS * multiprocessors(grad.device), cdiv(tokens, config.ROWS))
     parts = torch.empty(programs, channels, dtype=torch.float32, device=grad.device)
     run(
         residual_add_bwd_kernel, programs, grad, *(dadded or [None]), parts, grad.stride(0), tokens, **config
@@ -195,7 +195,7 @@ _shares_operator = register_preparation("residual_shares", "Tensor grad, ScalarT
 
 
 class Add(torch.autograd.Function):
-    """Add a residual. Backward passes a gradient on as it is, which no `Operator` can: it launches operators."""
+    """Add a residual. Not an `Operator`, since backward returns its gradient without a copy."""
 
     @staticmethod
     def forward(ctx, x, added, bias):

@@ -1,7 +1,9 @@
-"""Rotate queries and keys by position and time: a score then depends on the distance of two tokens.
+"""Rotate queries and keys by position and time (RoPE), so that scores depend on the distance of two tokens.
 
-Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D head size, n = D // 2 pairs of channels. A
-program rotates a tile of tokens of one sequence, all heads, which share the angles; backward is the inverse rotation.
+Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D head size, n = D // 2 pairs of channels.
+
+A program rotates a tile of tokens of one sequence in all heads, which share the angles. Backward is the inverse
+rotation.
 """
 
 import math
@@ -30,27 +32,26 @@ def rotary(
     positions: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Rotate pairs of channels of x by angles that grow with the token's position and time.
+    """Rotate pairs of channels of x by angles that are proportional to the token's position or time.
 
     Channel i is paired with channel i + D // 2; an odd last channel is unchanged. With position and times the first
-    ceil(n / 2) of the n pairs rotate by position and the others by time, otherwise all by the given one. Pair i of m
-    rotates by
+    ceil(n / 2) of the n pairs rotate by position and the others by time. Otherwise all rotate by position, or by time.
+    Pair i of m rotates by
 
         position * 2 pi / (4 * (N / 4) ** (i / (m - 1)))
         (time - origin) * 2 pi / (60 * (1.3e8 / 60) ** (i / (m - 1)))    times in seconds
 
-    (the first period if m is 1). Turns are counted in fp64, so that years of seconds lose no precision.
+    or, if m is 1, with the period of i = 0. Rotations are computed in fp64, so that years of seconds lose no precision.
 
     Args:
         x: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
         max_seq_len: N, the longest period of positions.
-        times: [T] int64, in seconds; by default nothing rotates by time. Pass query times for queries, and for keys the
-            times of their events.
-        origins: [B] int64, the time 0 of each sequence; by default the first of its `times`. Queries and keys need the
-            same, so that the angles depend on the difference of their times.
+        times: [T] int64, in seconds: query times for queries, times of events for keys. None for no rotation by time.
+        origins: [B] int64, the time that is subtracted in each sequence; by default the time of its first token. It
+            must be the same for queries and keys.
         position: whether pairs rotate by position.
-        positions: [T] int64, the tokens' positions, if x has parts of sequences; by default they count from 0.
+        positions: [T] int64, the positions of the tokens; by default 0, 1, ... in each sequence.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -58,14 +59,14 @@ def rotary(
 
     Examples:
         >>> x, seq_offsets = torch.ones(3, 1, 4), torch.tensor([0, 3])
-        >>> turned = hstu_sparse.rotary(x, seq_offsets, max_seq_len=16)
-        >>> torch.equal(turned[0], x[0]), turned.norm(dim=-1).flatten().round()  # position 0 and all lengths stay
+        >>> y = hstu_sparse.rotary(x, seq_offsets, max_seq_len=16)
+        >>> torch.equal(y[0], x[0]), y.norm(dim=-1).flatten().round()  # position 0 is unchanged, norms are preserved
         (True, tensor([2., 2., 2.]))
 
     Raises:
         TypeError, ValueError: with the expected and the actual value.
 
-    Source: Su et al., RoFormer (arXiv 2104.09864), section 3.2; half-split pairs and the periods are this package's.
+    Source: Su et al., RoFormer (arXiv 2104.09864), section 3.2, with other pairs and periods.
     """
     sizes: dict[str, int] = {}
     check_tensor("x", x, "T H D", sizes)
@@ -90,7 +91,7 @@ def rotary(
     return rotary_operator(x, seq_offsets, times, origins, positions, max_seq_len, position)
 
 
-# Periods of the pairs, in tokens from the first to N and in seconds from the first to the second (four years).
+# Periods of the pairs: from SHORTEST_POSITION to N tokens, from SHORTEST_TIME to LONGEST_TIME (four years) seconds.
 SHORTEST_POSITION = 4.0
 SHORTEST_TIME, LONGEST_TIME = 60.0, 1.3e8
 
@@ -109,34 +110,34 @@ def rotary_reference(
         origins = first_times(times, seq_offsets) if origins is None else origins
         elapsed = (times - origins[sequence]).double()[:, None]
         units = torch.where(torch.arange(n, device=x.device) < by_position, units, elapsed)
-    turned = (units * turns_per_unit(n, by_position, max_seq_len, x.device)).frac()
+    rotations = (units * frequencies_of_pairs(n, by_position, max_seq_len, x.device)).frac()
     wide = working_dtype(x.dtype)
-    angles = (turned * (2 * math.pi)).to(wide)[:, None]
+    angles = (rotations * (2 * math.pi)).to(wide)[:, None]
     cos, sin = angles.cos(), angles.sin()
     first, second, unpaired = x.to(wide).split([n, n, size - 2 * n], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, unpaired], -1).to(x.dtype)
 
 
 def split(head_size: int, position: bool, timed: bool) -> int:
-    """Return how many of a head's pairs rotate by position; the others rotate by time."""
+    """Return the number of pairs of a head that rotate by position; the others rotate by time."""
     pairs = head_size // 2
     return (pairs + 1) // 2 if position and timed else pairs if position else 0
 
 
 @cached_constant
-def turns_per_unit(pairs: int, by_position: int, max_seq_len: int, device: torch.device) -> torch.Tensor:
-    """Return [n] fp64: whole turns of each pair in one token or one second."""
+def frequencies_of_pairs(pairs: int, by_position: int, max_seq_len: int, device: torch.device) -> torch.Tensor:
+    """Return the frequencies of the pairs, [n] fp64: rotations for each token or second."""
 
-    def turns(count, shortest, longest):
+    def frequencies_of_periods(count, shortest, longest):
         return [1 / (shortest * (longest / shortest) ** (i / max(count - 1, 1))) for i in range(count)]
 
-    frequencies = turns(by_position, SHORTEST_POSITION, float(max_seq_len))
-    frequencies += turns(pairs - by_position, SHORTEST_TIME, LONGEST_TIME)
+    frequencies = frequencies_of_periods(by_position, SHORTEST_POSITION, float(max_seq_len))
+    frequencies += frequencies_of_periods(pairs - by_position, SHORTEST_TIME, LONGEST_TIME)
     return torch.tensor(frequencies, dtype=torch.float64, device=device)
 
 
 def first_times(times: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
-    """Return [B]: the time of each sequence's first token; arbitrary for an empty one."""
+    """Return the time of the first token of each sequence, [B]; arbitrary for an empty sequence."""
     if not len(times):
         return times.new_zeros(seq_offsets.shape[0] - 1)
     return times[seq_offsets[:-1].long().clamp(max=len(times) - 1)]
@@ -146,10 +147,10 @@ TILE = 2048  # angles of a program
 
 
 @triton.jit
-def _turned(units, turns, SIGN: tl.constexpr):
-    """Return (cos, sin) of units * turns whole turns; units int64, turns fp64."""
-    turned = units.to(tl.float64) * turns
-    angle = (turned - tl.floor(turned)).to(tl.float32) * 6.283185307179586
+def _cos_sin(units, frequencies, SIGN: tl.constexpr):
+    """Return (cos, sin) of the angles 2 pi * units * frequencies; units int64, frequencies fp64."""
+    rotations = units.to(tl.float64) * frequencies
+    angle = (rotations - tl.floor(rotations)).to(tl.float32) * 6.283185307179586
     return tl.cos(angle), SIGN * tl.sin(angle)
 
 
@@ -157,11 +158,11 @@ def _turned(units, turns, SIGN: tl.constexpr):
     do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["seq_offsets", "times", "origins", "positions"]
 )
 def rotary_kernel(
-    x, out, x_stride_t, x_stride_h, x_stride_d, seq_offsets, times, origins, positions, turns, num_seqs,
+    x, out, x_stride_t, x_stride_h, x_stride_d, seq_offsets, times, origins, positions, frequencies, num_seqs,
     H: tl.constexpr, D: tl.constexpr, BY_POSITION: tl.constexpr, SIGN: tl.constexpr,
     ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate ROWS tokens of a sequence; the first BY_POSITION of the D // 2 pairs by position, the others by time."""
+    """Rotate ROWS tokens of a sequence: the first BY_POSITION of the D // 2 pairs by position, the others by time."""
     b, start, length, tile = locate(seq_offsets, tl.program_id(0), num_seqs, ROWS)
     if tile * ROWS >= length:
         return
@@ -176,7 +177,7 @@ def rotary_kernel(
     if times is not None:
         elapsed = tl.load(times + token, row < length, 0) - tl.load(origins + b)
         units = tl.where(pair < BY_POSITION, units, elapsed)
-    cos, sin = _turned(units, tl.load(turns + pair, pair < D // 2, 0.0), SIGN)
+    cos, sin = _cos_sin(units, tl.load(frequencies + pair, pair < D // 2, 0.0), SIGN)
     x += token * x_stride_t
     out += token * (H * D)
     for head in range(H):
@@ -193,7 +194,7 @@ def rotary_kernel(
 def rotated(
     x: torch.Tensor,
     seq_offsets: torch.Tensor,
-    turns: torch.Tensor,
+    frequencies: torch.Tensor,
     by_position: int,
     *,
     times: torch.Tensor | None = None,
@@ -201,15 +202,16 @@ def rotated(
     positions: torch.Tensor | None = None,
     sign: int = 1,
 ) -> torch.Tensor:
-    """Return x [T, H, D] with pair i rotated by turns[i] for each token of its position, which holds for the first
-    `by_position` pairs, or for each second of its time.
+    """Return x [T, H, D], rotated. frequencies: [D // 2] fp64, rotations of each pair for a token or a second.
+
+    The first `by_position` pairs rotate by position, the others by time.
     """
     tokens, heads, size = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
         num_seqs, pairs = seq_offsets.shape[0] - 1, next_power_of_2(max(1, size // 2))
         rows = min(64, TILE // pairs)
-        arguments = x, out, *x.stride(), seq_offsets, times, origins, positions, turns, num_seqs
+        arguments = x, out, *x.stride(), seq_offsets, times, origins, positions, frequencies, num_seqs
         run(
             rotary_kernel, tokens // rows + num_seqs, *arguments, H=heads, D=size, BY_POSITION=by_position, SIGN=sign,
             ROWS=rows, PAIRS=pairs, num_warps=4,
@@ -219,8 +221,10 @@ def rotated(
 
 def _rotate(x, seq_offsets, times, origins, positions, max_seq_len, position, sign) -> torch.Tensor:
     by_position = split(x.shape[2], position, times is not None)
-    turns = turns_per_unit(x.shape[2] // 2, by_position, max_seq_len, x.device)
-    return rotated(x, seq_offsets, turns, by_position, times=times, origins=origins, positions=positions, sign=sign)
+    frequencies = frequencies_of_pairs(x.shape[2] // 2, by_position, max_seq_len, x.device)
+    return rotated(
+        x, seq_offsets, frequencies, by_position, times=times, origins=origins, positions=positions, sign=sign
+    )
 
 
 def _forward(*arguments):

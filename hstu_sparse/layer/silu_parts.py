@@ -1,9 +1,9 @@
-"""Compute SiLU of a product's columns, in separate parts.
+"""Compute SiLU of a matrix product and split the result into four tensors.
 
-Letters: T tokens, C channels; A, B, M, N columns of parts.
+Letters: T tokens, C channels; A, B, M, N columns of the parts.
 
-A program has whole rows. Both kernels are limited by memory traffic, so that reading x again in backward costs little
-more.
+A program has whole rows. Only x is saved: both kernels are limited by memory traffic, and reading x again in backward
+adds little.
 """
 
 from collections.abc import Sequence
@@ -25,19 +25,18 @@ MAX_SIZE = 4096
 
 @without_autocast
 def silu_parts(x: torch.Tensor, sizes: Sequence[int], *, backend: str = "auto") -> tuple[torch.Tensor, ...]:
-    """Split SiLU(x) into four parts of columns: u, v, q and k of an HSTU layer's product.
+    """Split SiLU(x) by columns into four parts: u, v, q and k of an HSTU layer.
 
-    In Triton the parts are separate tensors, and one backward kernel writes the whole gradient from the four, which
-    torch would concatenate first. Only x is saved.
+    In Triton the parts are contiguous tensors. One backward kernel reads their four gradients, which torch would
+    concatenate first. Only x is saved.
 
     Args:
         x: [T, C], fp16, bf16 or fp32 (the reference also fp64).
-        sizes: the sizes of the four parts, which sum up to C, each from 1 to 4,096.
+        sizes: the sizes of the four parts, each from 1 to 4,096; their sum is C.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        Four tensors [T, size] of x's dtype, in Triton contiguous. Gradients flow to x; the kernels have no second
-        derivatives.
+        Four tensors [T, size], dtype of x. Gradients flow to x; the kernels have no second derivatives.
 
     Examples:
         >>> u, v, q, k = hstu_sparse.silu_parts(torch.zeros(5, 12), [4, 4, 2, 2])
@@ -62,17 +61,17 @@ def silu_parts(x: torch.Tensor, sizes: Sequence[int], *, backend: str = "auto") 
 
 
 def silu_parts_reference(x: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, ...]:
-    """Compute SiLU(x) [T, C], split into columns."""
+    """Return SiLU(x) [T, C], split by columns."""
     return F.silu(x).split(sizes, dim=-1)
 
 
-# Numbers of the widest part in a program's tile.
+# The number of elements of the widest part in a program's tile.
 TILE = 2048
 
 
 @triton.jit
 def _place(base, row, stride, tokens, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """Return pointers to SIZE columns of the rows, and the mask of valid ones."""
+    """Return (pointers to SIZE columns of the rows, their mask)."""
     column = tl.arange(0, PAD)[None, :]
     return base + row[:, None].to(tl.int64) * stride + column, (row < tokens)[:, None] & (column < SIZE)
 
@@ -90,7 +89,7 @@ def silu_parts_fwd_kernel(
     x, a, b, m, n, tokens, A: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PAD_A: tl.constexpr,
     PAD_B: tl.constexpr, PAD_M: tl.constexpr, PAD_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the four parts of ROWS rows of x."""
+    """Compute ROWS rows of the four parts."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     _forward_part(x, a, row, tokens, A + B + M + N, A, PAD_A)
     _forward_part(x + A, b, row, tokens, A + B + M + N, B, PAD_B)
@@ -117,7 +116,7 @@ def silu_parts_bwd_kernel(
     M: tl.constexpr, N: tl.constexpr, PAD_A: tl.constexpr, PAD_B: tl.constexpr, PAD_M: tl.constexpr,
     PAD_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS rows of x's gradient from those of the four parts; None: zero."""
+    """Compute ROWS rows of dx from the gradients of the four parts; None stands for zeros."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     _backward_part(da, a_stride, x, dx, row, tokens, A + B + M + N, A, PAD_A)
     _backward_part(db, b_stride, x + A, dx + A, row, tokens, A + B + M + N, B, PAD_B)

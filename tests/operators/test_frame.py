@@ -125,7 +125,7 @@ def test_constants_are_on_the_device_that_is_asked_for():
     from hstu_sparse.bias.buckets import bucket_starts, device_cells
     from hstu_sparse.bias.relative import _edges_on
     from hstu_sparse.cache.rotatekv.launch import angles, turns
-    from hstu_sparse.layer.rotary import turns_per_unit
+    from hstu_sparse.layer.rotary import frequencies_of_pairs
     from hstu_sparse.ring.plan import fixed_plan
 
     cpu = torch.device("cpu")
@@ -135,7 +135,7 @@ def test_constants_are_on_the_device_that_is_asked_for():
         _edges_on: (61, cpu),
         angles: (9.0, 3, 2, 5, cpu),
         turns: (9.0, 3, cpu),
-        turns_per_unit: (7, 3, 61, cpu),
+        frequencies_of_pairs: (7, 3, 61, cpu),
         fixed_plan: (3, 61, 1, 2, True, cpu),
     }
     for make, arguments in calls.items():

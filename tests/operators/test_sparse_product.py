@@ -4,12 +4,20 @@ import numpy as np
 import pytest
 import torch
 
-from hstu_sparse.layer.sparse_product import MOST, SparseProduct
+from hstu_sparse.layer.sparse_product import MAX_PIECE, SparseProduct
 
 
 @pytest.mark.parametrize(
     ("rows", "columns", "longest"),
-    [(7, 5, 3), (MOST + 1, 2, 1), (2, 4, 3 * MOST), (1, 1, 1), (40 * MOST, 1, 1), (3, 2, 0), (1, 3, MOST * MOST + 1)],
+    [
+        (7, 5, 3),
+        (MAX_PIECE + 1, 2, 1),
+        (2, 4, 3 * MAX_PIECE),
+        (1, 1, 1),
+        (40 * MAX_PIECE, 1, 1),
+        (3, 2, 0),
+        (1, 3, MAX_PIECE * MAX_PIECE + 1),
+    ],
 )
 def test_product_and_gradient(rows, columns, longest):
     """Some rows and columns have no entry, others more entries than one or two levels of sums hold."""
