@@ -1,6 +1,6 @@
-"""Softmax loss over a catalogue of items, whole or sampled, without a tensor of logits."""
+"""Compute a softmax loss over a catalogue of items, whole or sampled, without a tensor of logits."""
 
 from hstu_sparse.catalogue.api import BLOCK, catalogue_loss
-from hstu_sparse.catalogue.parts import Part
+from hstu_sparse.catalogue.parts import CatalogueShard
 
-__all__ = ["BLOCK", "Part", "catalogue_loss"]
+__all__ = ["BLOCK", "CatalogueShard", "catalogue_loss"]

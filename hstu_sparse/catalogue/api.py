@@ -1,11 +1,11 @@
-"""Define the public function of the softmax loss over a catalogue of items, its validation, the choice of backend.
+"""Define `catalogue_loss`, the softmax loss over a catalogue of items, and its validation.
 
 Letters: T tokens, I items, E embedding size, K negatives.
 """
 
 import torch
 
-from hstu_sparse.catalogue.parts import Part, catalogue_loss_reference, loss_of_part
+from hstu_sparse.catalogue.parts import CatalogueShard, catalogue_loss_reference, part_loss
 from hstu_sparse.core.jagged import check_storage, readable
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import (
@@ -19,7 +19,7 @@ from hstu_sparse.core.validation import (
 )
 
 MAX_EMBEDDING = 512
-# Tokens that share negatives in blocks are a multiple of this: no tile of a kernel has tokens of two blocks.
+# The number of tokens that share negatives is a multiple of this, so that no tile of a kernel has tokens of two blocks.
 BLOCK = 128
 
 
@@ -37,55 +37,54 @@ def catalogue_loss(
     label_smoothing: float = 0.0,
     weights: torch.Tensor | None = None,
     reduction: str = "mean",
-    part: Part | None = None,
+    part: CatalogueShard | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Compute the mean softmax cross-entropy of each output's target among the items, over the targets >= 0.
+    """Compute the softmax cross-entropy of outputs and items, as the mean over the targets >= 0.
 
-    The logit of item i at token t is l(t, i) = out[t].items[i] / temperature, both divided by their norms first if
-    `normalize` (norms below 1e-6 count as 1e-6). Without `negatives` the loss of a token with target y is
-    -l(t, y) + ln sum_i exp l(t, i) over all I items. With them it is
+    The logit of item i at token t is l(t, i) = out[t].items[i] / temperature; with `normalize` both vectors are divided
+    by their norms (at least 1e-6). Without `negatives` the loss of a token with target y is
+    -l(t, y) + ln sum_i exp l(t, i) over all I items. With `negatives` it is
 
         -l(t, y) + ln(exp l(t, y) + sum over k with neg_k != y of exp(l(t, neg_k) - c_k))
 
-    with c_k = log_q[neg_k] + ln K, or 0 without log_q: the positive is not corrected, repeated negatives count
-    repeatedly, and a row without a valid negative counts 0.
+    where c_k = log_q[neg_k] + ln K, or 0 without log_q. The target is not corrected. Repeated negatives count
+    repeatedly. The loss of a token without valid negatives is 0.
 
-    In Triton nothing of size T x I is ever written, and forward saves only numbers for each token and item, and with
-    negatives [T, K] at most their logits and what dout is computed from. Gradients have the same bits in every run,
-    except the table's with negatives [T, K]: entries are added by atomics, in no order, unless I is small beside K * E,
-    the table has over 2^28 numbers or torch.are_deterministic_algorithms_enabled(). Memory beyond inputs and gradients:
-    docs/catalogue_loss.md.
+    In Triton no tensor of size T x I is written. Forward saves vectors of sizes T and I, and for negatives [T, K] at
+    most their logits and the gradients of outputs up to factors. docs/catalogue_loss.md states the memory.
+
+    Gradients are deterministic, except that of items with negatives [T, K]: the kernel adds atomically, unless I is
+    small compared to K * E, items has over 2^28 numbers, or torch.are_deterministic_algorithms_enabled().
 
     Args:
         out: [T, E], fp16, bf16 or fp32 (the reference also fp64); E up to 512 in Triton.
-        items: [I, E], dtype of out. Rows of either tensor that are not aligned to 16 bytes are copied.
-        targets: [T] int32 or int64 below I; a negative one does not count.
-        temperature: a number above 0, or a floating point tensor of no dimension, which gets a gradient; its value is
-            checked on a CPU.
-        negatives: [K] for all tokens, [T, K], or with `block` [ceil(T / block), K], int32 or int64 below I; negative
-            ones do not count. The [T, K] form never allocates [T, K, E]: it gathers rows in the kernel, or, for I up to
-            K * E / 2.5 (fp32: / 4), computes products with all items, some thousand tokens at a time.
-        log_q: [I], logarithm of the probability with which each item is drawn as a negative. It gets no gradient.
-        block: 1, or a multiple of 128: the number of consecutive tokens that share a row of `negatives`. The fewer
-            rows are gathered, the faster: in Triton, blocks cost little more than negatives [K].
-        label_smoothing: as torch's cross_entropy, 0 <= label_smoothing < 1; only without negatives.
-        weights: [T] floating point, finite and at least 0, checked on a CPU: each target's weight in the mean, which is
-            the sum of the weighted losses over the sum of the weights of the targets >= 0 (0 if that is 0).
-        reduction: "mean", or "none" for the loss of each target, [T], multiplied by its weight; 0 for none.
-        part: if `items` are only some of the catalogue, starting with item `part.first`, while targets are numbers in
-            the whole catalogue: `part.merge` turns the log-sum-exps and the targets' logits of the part into those of
-            the whole catalogue, for processes that share it. The loss is that of the whole catalogue; gradients are
-            those of this part, and out's gradient is the sum over all parts. Without negatives and label_smoothing.
+        items: [I, E], dtype of out. `out` and `items` are copied if their rows are not aligned to 16 bytes.
+        targets: [T] int32 or int64, below I. Targets below 0 are ignored.
+        temperature: a number above 0, or a floating point tensor without dimensions, which gets a gradient.
+        normalize: divide outputs and items by their norms.
+        negatives: [K] for all tokens, [T, K], or with `block` [ceil(T / block), K], int32 or int64, below I. Negatives
+            below 0 are ignored. For [T, K] no tensor [T, K, E] is allocated: kernels gather rows, or, for I up to
+            K * E / 2.5 (fp32: / 4), multiply with all items, some thousand tokens at a time.
+        log_q: [I], the logarithm of the probability with which each item is drawn as a negative. Not differentiable.
+        block: the number of consecutive tokens that share a row of `negatives`: 1, or a multiple of 128. In Triton
+            a multiple of 128 takes little longer than negatives [K].
+        label_smoothing: as in torch's cross_entropy, 0 <= label_smoothing < 1; 0 with negatives.
+        weights: [T] floating point, finite and at least 0: the weight of each target. The mean is the sum of weighted
+            losses divided by the sum of the weights of targets >= 0, or 0 if that is 0.
+        reduction: "mean", or "none" for the weighted loss of each target, [T], 0 for ignored targets.
+        part: the part of the catalogue that `items` are, if processes share the catalogue; targets are then indices in
+            the whole catalogue. The loss is that of the whole catalogue. The gradients are those of this part, so that
+            the gradient of `out` is the sum over all parts. Not with negatives or label_smoothing.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        The loss, a tensor of no dimension or, with reduction="none", [T], fp32 (fp64 for fp64 inputs); 0 if no target
-        counts. Gradients flow to out, items, temperature and weights; the kernels have no second derivatives.
+        The loss, fp32 (fp64 for fp64 inputs), without dimensions or, with reduction="none", [T]; 0 if all targets are
+        ignored. Gradients flow to out, items, temperature and weights; the kernels have no second derivatives.
 
     Examples:
         >>> out, items = torch.zeros(3, 8), torch.randn(100, 8)
-        >>> targets = torch.tensor([7, 42, -1])  # the third does not count
+        >>> targets = torch.tensor([7, 42, -1])  # the third is ignored
         >>> hstu_sparse.catalogue_loss(out, items, targets, temperature=1.0)  # ln 100: all items are equally likely
         tensor(4.6052)
         >>> hstu_sparse.catalogue_loss(out, items, targets, temperature=1.0, negatives=torch.tensor([1, 2, 3]))  # ln 4
@@ -94,8 +93,8 @@ def catalogue_loss(
         tensor([4.6052, 4.6052, 0.0000])
 
     Raises:
-        TypeError, ValueError: with the expected and the actual value. Ids out of range are detected on a CPU, and
-            elsewhere with HSTU_SPARSE_DEBUG.
+        TypeError, ValueError: with the expected and the actual value. Values of tensors are checked on a CPU, and
+            elsewhere with HSTU_SPARSE_DEBUG=1.
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009), for the whole
     catalogue; Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019, for the correction by log_q.
@@ -111,7 +110,7 @@ def catalogue_loss(
         check_storage("temperature", temperature)
         if temperature.dim() or not temperature.is_floating_point() or temperature.device != out.device:
             raise ValueError(
-                f"temperature must be a number, or a floating point tensor of no dimension on {out.device}, got "
+                f"temperature must be a number, or a floating point tensor without dimensions on {out.device}, got "
                 f"{temperature.dtype} of shape {list(temperature.shape)} on {temperature.device}"
             )
         if readable(temperature):
@@ -130,13 +129,13 @@ def catalogue_loss(
     if block % BLOCK and block != 1:
         raise ValueError(f"block must be 1 or a multiple of {BLOCK}, got {block}")
     if block > 1 and negatives is None:
-        raise ValueError("block: of tokens that share negatives, it needs negatives")
+        raise ValueError(f"block={block} needs negatives, got None")
     if negatives is None:
         if log_q is not None:
-            raise ValueError("log_q corrects sampled negatives: it needs negatives")
+            raise ValueError("log_q needs negatives, got None")
     else:
         if label_smoothing:
-            raise ValueError(f"label_smoothing is over the whole catalogue: with negatives 0, got {label_smoothing}")
+            raise ValueError(f"label_smoothing must be 0 with negatives, got {label_smoothing}")
         per_token = isinstance(negatives, torch.Tensor) and negatives.dim() == 2
         rows = "T" if block == 1 else "G"
         check_tensor("negatives", negatives, f"{rows} K" if per_token else "K", sizes, dtype=INTEGER, device=out.device)
@@ -148,7 +147,7 @@ def catalogue_loss(
             check_tensor("log_q", log_q, "I", sizes, device=out.device)
             log_q = log_q.detach()
     if part is not None and (negatives is not None or label_smoothing):
-        raise ValueError("part: not together with negatives or label_smoothing")
+        raise ValueError("part cannot be combined with negatives or label_smoothing")
     for name, ids in (("targets", targets if part is None else None), ("negatives", negatives)):
         if ids is not None and ids.numel() and readable(ids) and int(ids.max()) >= sizes["I"]:
             raise ValueError(f"{name} must be below I={sizes['I']}, got {int(ids.max())}")
@@ -156,7 +155,7 @@ def catalogue_loss(
         check_kernel("catalogue_loss", out, {"E": sizes["E"]}, most=MAX_EMBEDDING)
     reduced = weights is None and reduction == "mean"
     if part is not None:
-        loss = loss_of_part(out, items, targets, temperature, normalize, part, backend, reduced)
+        loss = part_loss(out, items, targets, temperature, normalize, part, backend, reduced)
     elif backend == "reference":
         loss = catalogue_loss_reference(
             out, items, targets, temperature=temperature, normalize=normalize, negatives=negatives, log_q=log_q,

@@ -1,11 +1,13 @@
-"""Launch the catalogue loss's kernels; register them as torch.ops.hstu_sparse.catalogue_loss_fwd and _bwd.
+"""Launch the kernels of the catalogue loss; register torch.ops.hstu_sparse.catalogue_loss_fwd and _bwd.
 
-Letters: T tokens, I items, E embedding size, K negatives, W rows of the matrix that a product iterates over.
+Letters: T tokens, I items, E embedding size, K negatives, W rows of the matrix that a product streams.
 
-There are four forms: the whole catalogue; negatives [K] for the whole batch, whose rows are gathered into a matrix [K,
-E] that is treated like a catalogue; negatives of blocks of tokens, whose rows are such a matrix for each block;
-negatives [T, K], with kernels of their own, or over a small catalogue with small.py. Backward recomputes what it needs:
-saved are lse and scales of the outputs, [T] each, and the scales of the matrix.
+There are four forms:
+- the whole catalogue: products.py
+- negatives [K]: products.py, with the gathered matrix [K, E] in place of the catalogue
+- negatives of blocks of tokens: products.py, with a gathered matrix for each block
+- negatives [T, K]: sampled.py, or small.py for a small catalogue
+Forward saves lse and the scales of outputs and of the matrix; backward recomputes the logits.
 """
 
 import math
@@ -21,22 +23,21 @@ from hstu_sparse.core.registration import Operator
 from hstu_sparse.tiles.rows import as_rows
 
 LOG2E = math.log2(math.e)
-# Logits within this of 0, in base 2, need no running maximum: fp32 can represent 2^-(2 * 60).
+# Logits in base 2 of at most this magnitude need no running maximum: fp32 can represent 2^-(2 * 60).
 BOUND = 60.0
-# Bytes for the fp32 parts of a gradient when a product is split.
+# The maximum number of bytes of the fp32 gradients of splits.
 SPLIT_BYTES = 48 * 2**20
-# Bytes for an fp32 table for atomic additions.
+# The maximum number of bytes of an fp32 table for atomic additions.
 ATOMIC_BYTES = 2**30
-# Items whose norms are computed once when tokens gather rows: fewer than are gathered in any batch.
+# The maximum number of items whose norms are computed before tokens gather rows; more norms than rows would be wasted.
 FEW_ITEMS = 2**16
-# Numbers of a tile of rows in the kernels that read a matrix once.
+# The number of elements of a tile in the kernels of rows.py.
 ROW_TILE = 2048
 CHUNK, PIECE = 32, 1024
-# Rows of a tile of a block's negatives, which are padded to a multiple of it: tiles of one block only.
+# The negatives of a block are padded to a multiple of this, so that no tile has negatives of two blocks.
 DRAWN_TILE = 64
 
-# Tile sizes and options of the products by dtype and padded E; `programs` of a multiprocessor, by which the work is
-# split.
+# Tile sizes and options of the products by dtype and padded E. programs: for each multiprocessor, to choose splits.
 _OPTIONS = dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, programs=2)
 _NARROW = LaunchConfig(**_OPTIONS | dict(BLOCK_M=128, num_stages=3))
 _WIDE = LaunchConfig(**_OPTIONS)
@@ -47,7 +48,7 @@ _WIDE_FLOAT32 = LaunchConfig(**_OPTIONS | dict(BLOCK_M=32, BLOCK_N=32, num_warps
 
 @configuration
 def product_config(part: str, dtype: torch.dtype, width: int, arch: int) -> LaunchConfig:
-    """Return the configuration of a product kernel, before it is fitted into shared memory."""
+    """Return the configuration of a product kernel without BLOCK_E. part: "fwd", "dout" or "ditems"."""
     if INTERPRET:
         return LaunchConfig(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2, TMA=False, REGISTERS=False, programs=2)
     if dtype == torch.float32:
@@ -60,20 +61,20 @@ def product_config(part: str, dtype: torch.dtype, width: int, arch: int) -> Laun
         config = _NARROW.replace(programs=3) if part == "fwd" else _NARROW
     if arch < 90:
         config = config.replace(TMA=False)
-    if arch != 90:  # only Hopper's products read left operands from registers
+    if arch != 90:  # only wgmma (Hopper) reads left operands from registers
         config = config.replace(REGISTERS=False)
     return _fitting(config, width * dtype.itemsize, _SHARED.get(arch, 99) * 1024)
 
 
-# Kilobytes of shared memory that a program may have, by architecture; 99 on all others.
+# The maximum shared memory of a program in KB by architecture; 99 for others.
 _SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 
 
 def _fitting(config: LaunchConfig, row_bytes: int, limit: int) -> LaunchConfig:
-    """Return the config with tiles reduced until they fit: the program's rows, and a streamed tile for each stage."""
+    """Return the config with fewer stages or smaller tiles, so that the tiles fit into shared memory."""
     while (config.BLOCK_M + config.num_stages * config.BLOCK_N) * row_bytes + 4096 > limit:
         larger = "BLOCK_N" if config.BLOCK_N >= config.BLOCK_M else "BLOCK_M"
-        if config.num_stages > 2 or config[larger] == 16:  # 16 is the least size of a product
+        if config.num_stages > 2 or config[larger] == 16:  # 16 is the minimum of tl.dot
             config = config.replace(num_stages=config.num_stages - 1)
         else:
             config = config.replace(**{larger: config[larger] // 2})
@@ -81,7 +82,7 @@ def _fitting(config: LaunchConfig, row_bytes: int, limit: int) -> LaunchConfig:
 
 
 def chunk_width(size: int) -> int:
-    """Return the columns of a chunk of a tile: E padded up to 64, otherwise 64 or 128, whichever pads less."""
+    """Return the width of a chunk: for E up to 64 E padded, otherwise 64 or 128, whichever needs less padding."""
     if size <= 64:
         return max(16, next_power_of_2(size))
     return 64 if cdiv(size, 64) % 2 else 128
@@ -97,9 +98,9 @@ def config_of(part: str, x: Tensor) -> LaunchConfig:
 def plan_splits(
     rows: int, streamed: int, config: LaunchConfig, device: torch.device, row_bytes: int
 ) -> tuple[int, int]:
-    """Return (splits, rows of each): the fewest that keep nine tenths of the GPU busy, or as many as come closest.
+    """Return (splits, streamed rows of each): the fewest splits that keep 90% of the GPU busy, or the best number.
 
-    row_bytes: of a split's results, for each row of a program; their total has to stay within SPLIT_BYTES.
+    row_bytes: the bytes of the results of a split for a resident row; all results must fit in SPLIT_BYTES.
     """
     block = config.BLOCK_N
     tiles, steps = max(1, cdiv(rows, config.BLOCK_M)), max(1, cdiv(streamed, block))
@@ -118,12 +119,12 @@ def plan_splits(
 
 
 def _gather_config(width: int) -> LaunchConfig:
-    """Return the configuration of the kernels that gather ROWS negatives: few at a time, since loads wait."""
+    """Return the configuration of the kernels that gather rows, ROWS negatives at a time."""
     return LaunchConfig(1, ROWS=max(1, min(8, 1024 // width)))
 
 
-def _walk(config: LaunchConfig, matrix: Tensor, *vectors: Tensor | None):
-    """Return a product kernel's streamed inputs, tensors or tensor descriptors, and the settings for them."""
+def _streamed_inputs(config: LaunchConfig, matrix: Tensor, *vectors: Tensor | None):
+    """Return the streamed inputs of a product kernel, tensors or tensor descriptors, and its settings."""
     if not config.TMA or not len(matrix):
         return matrix, *vectors, _settings(config, False)
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -136,12 +137,12 @@ def _walk(config: LaunchConfig, matrix: Tensor, *vectors: Tensor | None):
 
 
 def _settings(config: LaunchConfig, tma: bool) -> LaunchConfig:
-    """Set STAGES, by which kernels pipeline their loops; num_stages is for the other code in them."""
+    """Return the config with TMA, and with STAGES, the number of stages of the kernels' loops."""
     return config.replace(TMA=tma, STAGES=config.num_stages)
 
 
 class Arguments(NamedTuple):
-    """The operator's arguments, as `catalogue_loss` has them; reduced: whether the loss is a mean over tokens."""
+    """The arguments of the operator, see `catalogue_loss`. reduced: whether the loss is the mean over tokens."""
 
     out: Tensor
     items: Tensor
@@ -157,7 +158,7 @@ class Arguments(NamedTuple):
 
 
 class _Call:
-    """The values that both directions derive from the arguments of a call."""
+    """Values that forward and backward compute from the arguments of a call."""
 
     def __init__(self, arguments: Arguments):
         out, items, targets, temperature, negatives, log_q, scale, normalize, smoothing, reduced, block = arguments
@@ -185,8 +186,8 @@ class _Call:
         self.in_blocks = negatives is not None and block > 1
         self.small = self.per_token and small.takes_products(self.I, self.K, self.E, out.dtype)
 
-    def walked(self):
-        """Return the matrix that outputs are multiplied with, its rows' ids and corrections (the catalogue's: None)."""
+    def streamed_matrix(self):
+        """Return (the matrix of items, ids of its rows, their corrections); the catalogue has no ids or corrections."""
         if self.negatives is None:
             return self.items, None, None
         ids = self.negatives.to(torch.int32)
@@ -196,18 +197,18 @@ class _Call:
         shift = None if self.log_q is None else (self.log_q.float()[valid_ids] + math.log(max(1, self.K))) * LOG2E
         return self.items.index_select(0, valid_ids), ids, shift
 
-    def ways(self, rows: int, streamed: int, config: LaunchConfig, row_bytes: int, of_tokens: bool):
-        """Return (splits, streamed rows of each, rows of a group or None) of a product.
+    def divide(self, rows: int, streamed: int, config: LaunchConfig, row_bytes: int, streams_items: bool):
+        """Return (splits, streamed rows of each, resident rows of a block or None) of a product.
 
-        of_tokens: whether its programs have tokens and walk over items, rather than the reverse.
+        streams_items: whether programs have tokens and stream items, otherwise the reverse.
         """
         if not self.in_blocks:
             return *plan_splits(rows, streamed, config, self.out.device, row_bytes), None
         groups = self.block, _padded(self.K)
-        return 1, groups[of_tokens], groups[not of_tokens]
+        return 1, groups[streams_items], groups[not streams_items]
 
     def gathered(self) -> tuple[Tensor, Tensor | None]:
-        """Return the table that rows are gathered from, contiguous [I, WIDTH], and if they are few its rows' scales."""
+        """Return (the table from which rows are gathered, contiguous [I, WIDTH]; scales of its rows, or None)."""
         table = as_rows(self.items)[0].contiguous()
         with_scales = self.normalize and self.I <= FEW_ITEMS
         return table, self.scales(self.items, 1.0, None) if with_scales else None
@@ -229,7 +230,7 @@ class _Call:
         return result
 
     def sum(self, x: Tensor, scales: Tensor | None, targets: Tensor | None) -> Tensor:
-        """Return [E], the sum of the scaled rows that have a target."""
+        """Return the sum [E] of the rows of x, times scales, without rows that have no target; see the kernel."""
         constants = {name: value for name, value in self.rows.items() if name != "NORMALIZE"}
         programs = max(1, min(512, cdiv(len(x), constants["ROWS"])))
         sums = self.new(programs, self.E)
@@ -237,9 +238,9 @@ class _Call:
         return sums.sum(0)
 
     def token_weights(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return a gradient as (one number, factors [T] of at most 1 in size, or None if it is of the mean).
+        """Return (the gradient as one number, factors [T] or None for a mean).
 
-        Larger factors might exceed fp16.
+        Factors are at most 1 in magnitude, since larger ones might overflow in fp16.
         """
         if self.reduced:
             return grad, None
@@ -249,7 +250,7 @@ class _Call:
 
     def mean(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         loss, inverse_count = self.new(), self.new(1)
-        # One program, since it adds in one fixed order; few iterations make it fast.
+        # One program, so that the order of additions is fixed.
         size = 1024 if len(parts) <= 4096 else 8192
         run(
             rows.catalogue_loss_mean_kernel, 1, parts, loss, inverse_count, len(parts), SIZE=size, num_warps=size // 512
@@ -266,16 +267,16 @@ def _forward(*arguments):
 
 
 def forward_products(call: _Call):
-    """Do the work of `_forward` for a catalogue, or for negatives [K]."""
-    matrix, ids, shift = call.walked()
+    """Return the results of `_forward` for the whole catalogue, negatives [K] or negatives of blocks."""
+    matrix, ids, shift = call.streamed_matrix()
     row_scale = call.scales(call.out, call.scale, call.temperature)
     item_scale = call.scales(matrix, 1.0, None) if call.normalize else call.new(0)
     W = len(matrix)
     config = config_of("fwd", call.out)
-    splits, per_split, per_group = call.ways(call.T, W, config, 4, True)
+    splits, per_split, per_group = call.divide(call.T, W, config, 4, True)
     partial = call.new(splits, call.T)
     out, matrix = as_rows(call.out, matrix)
-    walk, lengths, settings = _walk(config, matrix, item_scale if call.normalize else None)
+    walk, lengths, settings = _streamed_inputs(config, matrix, item_scale if call.normalize else None)
     if call.T:
         run(
             products.catalogue_loss_fwd_kernel, cdiv(call.T, config.BLOCK_M) * splits,
@@ -317,7 +318,7 @@ def _forward_per_token(call: _Call):
             WIDTH=table.shape[1], **call.sizes, **call.drawn,
         )  # fmt: skip
     loss, inverse_count = call.mean(parts) if call.reduced else (parts[:, 0].contiguous(), call.new(1).fill_(1.0))
-    # Without the temperature the outputs' scale is one number, by which the items' gradient is multiplied at the end.
+    # Without `normalize` the scale of all outputs is one number, a factor of the gradient of the items.
     row_scale = call.new(0 if call.normalize else 1)
     if call.T and not call.normalize:
         row_scale = call.scales(call.out[:1], call.scale, call.temperature)
@@ -326,7 +327,7 @@ def _forward_per_token(call: _Call):
 
 
 def _backward(grad, *inputs):
-    """Return the gradients of out, items and, if it is a tensor, temperature."""
+    """Return the gradients of out, items and, unless it is None, temperature."""
     *arguments, lse, row_scale, item_scale, positive, inverse_count, picked, pull, along = inputs
     call = _Call(Arguments(*arguments))
     if not call.T:
@@ -351,7 +352,7 @@ def _backward(grad, *inputs):
 
 
 class Above(NamedTuple):
-    """The factors of a token's gradient: the gradient of the loss, 1 / the number of targets, weights [T] or None."""
+    """The factors of the gradient of a token: that of the loss, 1 / the number of targets, weights [T] or None."""
 
     grad: Tensor
     inverse_count: Tensor
@@ -359,9 +360,9 @@ class Above(NamedTuple):
 
 
 def backward_products(call, above: Above, lse, row_scale, item_scale, positive, dout, along, hits=None):
-    """Write dout and along; return ditems. hits: local targets, else -1, if some are in other parts (parts.py)."""
+    """Write dout and along; return ditems. hits: targets, or -1 for targets in other parts (parts.py)."""
     grad, inverse_count, weights = above
-    matrix, ids, shift = call.walked()
+    matrix, ids, shift = call.streamed_matrix()
     sampled = ids is not None
     logits = positive if sampled or hits is not None else None
     item_scale = item_scale if call.normalize else None
@@ -375,9 +376,9 @@ def backward_products(call, above: Above, lse, row_scale, item_scale, positive, 
     shape = dict(E=out.shape[1], NORMALIZE=call.normalize, PRECISION=call.precision)
     end = rows.OutputsEnd(logits, call.items, call.items.stride(0), item_sum, grad, inverse_count, weights, dout, along)
     config = config_of("dout", call.out)
-    splits, per_split, per_group = call.ways(call.T, W, config, 4 * call.E, True)
+    splits, per_split, per_group = call.divide(call.T, W, config, 4 * call.E, True)
     partial: Any = call.new(splits, call.T, call.E) if splits > 1 else None
-    walk, lengths, settings = _walk(config, matrix, item_scale)
+    walk, lengths, settings = _streamed_inputs(config, matrix, item_scale)
     run(
         products.catalogue_loss_bwd_dout_kernel, cdiv(call.T, config.BLOCK_M) * splits,
         out, walk, out.stride(0), matrix.stride(0), row_scale, lengths, ids, shift, call.targets, lse,
@@ -392,12 +393,12 @@ def backward_products(call, above: Above, lse, row_scale, item_scale, positive, 
     config = config_of("ditems", call.out)
     if call.in_blocks:
         config = config.replace(BLOCK_M=min(config.BLOCK_M, DRAWN_TILE))
-    splits, per_split, per_group = call.ways(W, call.T, config, 4 * call.E, False)
+    splits, per_split, per_group = call.divide(W, call.T, config, 4 * call.E, False)
     parts = splits > 1 or sampled
     partial = call.new(splits, W, call.E) if parts else None
     ditems = None if sampled else torch.empty_like(call.items, memory_format=torch.contiguous_format)
     items_end = rows.ItemsEnd(row_scale, out_sum, grad, inverse_count, ditems)
-    walk, scales, targets, sums, factors, settings = _walk(
+    walk, scales, targets, sums, factors, settings = _streamed_inputs(
         config, out, row_scale, call.targets if hits is None else hits, lse, weights
     )
     if W:
@@ -446,16 +447,16 @@ def _backward_per_token(call, grad, lse, row_scale, inverse_count, dout, along, 
 
 
 def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, drawn):
-    """Return [I, E], the entries' sums, with each item's row written once."""
+    """Return the gradient of items [I, E] from sorted entries; see sampled.py."""
     ditems = torch.zeros_like(call.items, memory_format=torch.contiguous_format)
-    # The time of sorting is proportional to the bits of a key.
+    # The time of the sort is proportional to the bits of a key.
     key = torch.int16 if call.I < 2**15 else torch.int32
     entries = torch.cat([call.targets.to(key), negatives.flatten().to(key)])
     keys, order = torch.where(entries < 0, call.I, entries).sort(stable=True)
     windows = cdiv(len(keys), PIECE)
     slots = call.new(windows, 2, call.E)
     scalars = (row_scale, grad, inverse_count, ditems, slots, len(keys))
-    # Entries processed at a time: about as many as a run has.
+    # The number of entries that are processed at a time: about as many as an item has.
     rows = 16 if len(keys) < 32 * call.I else max(16, min(64, 2 * ROW_TILE // call.width))
     run(
         sampled.catalogue_loss_table_bwd_kernel, cdiv(len(keys), CHUNK),
@@ -470,7 +471,7 @@ def _table_gradient(call, grad, inverse_count, row_scale, negatives, shares, dra
 
 
 def _padded(negatives: int) -> int:
-    """Return the number of rows of a block's negatives, padded with some that do not count."""
+    """Return the number of negatives of a block, padded to a multiple of DRAWN_TILE."""
     return cdiv(negatives, DRAWN_TILE) * DRAWN_TILE
 
 

@@ -1,8 +1,8 @@
-"""Compute the catalogue loss in plain PyTorch, the specification, and of a part of the catalogue, by torch or kernels.
+"""Compute the catalogue loss in plain PyTorch (the specification), and over a catalogue that processes share.
 
-Letters: T tokens, I items (of a part: local ones), E embedding size, K negatives.
+Letters: T tokens, I items (local items, if processes share the catalogue), E embedding size, K negatives.
 
-If a process has some of the items, its part of each log-sum-exp is merged with the others'.
+Each process computes the log-sum-exps over its items, and merges them with those of the other processes.
 """
 
 import math
@@ -33,7 +33,7 @@ def catalogue_loss_reference(
     label_smoothing: float,
     block: int = 1,
 ) -> torch.Tensor:
-    """Compute each target's loss [T], 0 for none, of `catalogue_loss`. 16-bit inputs are converted to fp32."""
+    """Compute `catalogue_loss` for each target, [T], 0 without a target. 16-bit inputs are converted to fp32."""
     dtype = working_dtype(out.dtype)
     out, items = widened(out, items)
 
@@ -62,27 +62,27 @@ def catalogue_loss_reference(
 
 
 LN2 = math.log(2)
-CHUNK = 2**22  # logits that the reference computes at a time
+CHUNK = 2**22  # the number of logits that the reference computes at a time
 
 
-class Part(NamedTuple):
-    """Consecutive items of a catalogue, starting with item `first`.
+class CatalogueShard(NamedTuple):
+    """The consecutive items of a catalogue that a process has, from item `first` on.
 
-    merge: called once, in forward, with (log-sum-exp [T], logit of the target [T]) over these items, fp32 (fp64); the
-    logit is 0 if the target is not among them, and the log-sum-exp -inf if there are no items. It returns both over the
-    whole catalogue; processes that have a part each exchange theirs in it.
+    merge: (log-sum-exp [T], logit of the target [T]) over these items, in fp32 (fp64) -> both over the whole catalogue.
+    The logit is 0 if the process does not have the target, and the log-sum-exp is -inf if it has no items. Forward
+    calls `merge` once; processes communicate in it.
     """
 
     first: int
     merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def loss_of_part(
-    out, items, targets, temperature, normalize: bool, part: Part, backend: str, reduced: bool = True
+def part_loss(
+    out, items, targets, temperature, normalize: bool, part: CatalogueShard, backend: str, reduced: bool = True
 ) -> Tensor:
-    """Compute `catalogue_loss` over the whole catalogue, of which `items` is a part; the gradients are this part's.
+    """Compute `catalogue_loss` over the whole catalogue, with the gradients of this part.
 
-    reduced: the mean, otherwise each target's loss [T].
+    items: the items of the part. reduced: return the mean, otherwise the loss of each target [T].
     """
     if backend == "triton" and len(items):
         return _Kernels.apply(out, items, targets, temperature, normalize, part, reduced)
@@ -92,14 +92,14 @@ def loss_of_part(
     return _Reference.apply(out / temperature, items, targets, part, reduced)
 
 
-def _here(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return (targets as rows of the local items, 0 for others; whether they are local)."""
+def _local_rows(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return (rows of the targets among the local items, 0 for others; whether the targets are local)."""
     inside = (targets >= first) & (targets < first + count)
     return torch.where(inside, targets - first, 0), inside
 
 
 def _loss(lse: Tensor, logit: Tensor, targets: Tensor, reduced: bool) -> tuple[Tensor, Tensor]:
-    """Return (the mean loss, or each target's; the share of each in it)."""
+    """Return (the mean loss, or the loss of each target; the factor of each target's loss in it)."""
     has_target = targets >= 0
     losses = torch.where(has_target, lse - logit, 0.0)
     if not reduced:
@@ -109,11 +109,11 @@ def _loss(lse: Tensor, logit: Tensor, targets: Tensor, reduced: bool) -> tuple[T
 
 
 class _Reference(torch.autograd.Function):
-    """Compute with prepared outputs and items, a chunk of tokens at a time; no second derivative."""
+    """Compute the loss of scaled outputs and items in plain PyTorch, a chunk of tokens at a time."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, part: Part, reduced: bool) -> Tensor:
-        rows, inside = _here(targets, part.first, len(items))
+    def forward(ctx: Any, out: Tensor, items: Tensor, targets: Tensor, part: CatalogueShard, reduced: bool) -> Tensor:
+        rows, inside = _local_rows(targets, part.first, len(items))
         ctx.size = max(1, CHUNK // max(1, len(items)))
         lse, logit = out.new_full((len(out),), -math.inf), out.new_zeros(len(out))
         if len(items):
@@ -143,15 +143,17 @@ class _Reference(torch.autograd.Function):
 
 
 class _Kernels(torch.autograd.Function):
-    """Compute with the whole catalogue's kernels: a token whose target is elsewhere has no local hit."""
+    """Compute the loss by the kernels for a whole catalogue. Targets in other parts are no items here (hits: -1)."""
 
     @staticmethod
-    def forward(ctx: Any, out, items, targets, temperature, normalize: bool, part: Part, reduced: bool) -> Tensor:
+    def forward(
+        ctx: Any, out, items, targets, temperature, normalize: bool, part: CatalogueShard, reduced: bool
+    ) -> Tensor:
         from hstu_sparse.catalogue import launches
 
         ctx.learned = temperature if isinstance(temperature, Tensor) else None
         ctx.options = (1.0 if ctx.learned is not None else temperature, normalize, 0.0, reduced)
-        rows, inside = _here(targets, part.first, len(items))
+        rows, inside = _local_rows(targets, part.first, len(items))
         has_target = targets >= 0
         with _device(out):
             call = _call(ctx, out, items, torch.where(has_target, rows, -1))
@@ -171,7 +173,7 @@ class _Kernels(torch.autograd.Function):
         with _device(out):
             call = _call(ctx, out, items, torch.where(has_target, rows, -1))
             dout, along = torch.empty_like(call.out, memory_format=torch.contiguous_format), call.new(call.T)
-            # The target's factor in a gradient is 2^(positive - lse) - 1: -1 for a local target, else 0.
+            # The factor of the target in a gradient is 2^(positive - lse) - 1: -1 for a local target, 0 for others.
             positive = torch.where(inside, -math.inf, torch.where(has_target, lse, 0.0))
             hits = torch.where(inside, rows, -1).to(torch.int32)
             grad, weights = call.token_weights(grad)

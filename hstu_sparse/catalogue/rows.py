@@ -1,12 +1,13 @@
 """Define the kernels that read outputs or items once: scales, losses, the end of the gradients.
 
-Letters: T tokens, I items, E embedding size, R rows of either matrix. m: the rows of a program's tile.
+Letters: T tokens, I items, E embedding size, R rows of either matrix; m: rows of a program's tile.
 
-With h_t the sum over items of dloss/dlogit times the normalised item, and likewise h_i over outputs, the gradients
-through the normalisation of x (an output or an item, |x| above eps) are
+Let h_t be the sum over items of dloss/dlogit times the normalised item, and h_i the sum over outputs of dloss/dlogit
+times the scaled output. The gradient of x, an output or an item with |x| > eps, is
+
     (h - x <x, h> / |x|^2) / |x|
-times the scale of the logits, the gradient of the mean and, for an item, the outputs' own scales, which h_i already
-includes.
+
+times the scale of the logits (not for items, since h_i has it) and the gradient of the loss.
 """
 
 from typing import NamedTuple
@@ -22,12 +23,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 class OutputsEnd(NamedTuple):
     """The tensors that `finish_outputs` reads and writes.
 
-    positive             [T] the targets' logits, or None if the sums include the positives
-    table, table_stride  the catalogue, of which the targets are rows
-    item_sum             [E] the sum of the normalised items, for smoothing, or None
-    grad, inverse_count  the loss's gradient, and one over the number of targets, one number each
-    token_weights        [T] the factor of each token's gradient, or None
-    dout, along          the outputs
+    positive             [T], the logits of the targets; None if acc includes the targets
+    table, table_stride  the catalogue, which has the targets as rows
+    item_sum             [E], the sum of the normalised items, for smoothing, or None
+    grad, inverse_count  the gradient of the loss, and 1 / the number of targets, one number each
+    token_weights        [T], the factor of each token's gradient, or None
+    dout, along          the results
     """
 
     positive: object
@@ -42,7 +43,7 @@ class OutputsEnd(NamedTuple):
 
 
 class ItemsEnd(NamedTuple):
-    """The tensors that `finish_items` reads and writes; out_sum [E]: the sum of the outputs, for smoothing, or None."""
+    """The tensors that `finish_items` reads and writes. out_sum: [E], the sum of outputs, for smoothing, or None."""
 
     row_scale: object
     out_sum: object
@@ -53,7 +54,7 @@ class ItemsEnd(NamedTuple):
 
 @triton.jit
 def load_fp32(base, r, inside, stride, E: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr = 0):
-    """Load WIDTH columns from CHUNK * WIDTH on of rows r of a matrix, as fp32; zeros where not inside."""
+    """Load chunk CHUNK of WIDTH columns of rows r of a matrix, as fp32; 0 where not `inside`."""
     columns = CHUNK * WIDTH + tl.arange(0, WIDTH)[None, :]
     pointers = base + r[:, None].to(tl.int64) * stride + columns
     return tl.load(pointers, inside[:, None] & (columns < E), 0.0).to(tl.float32)
@@ -61,7 +62,7 @@ def load_fp32(base, r, inside, stride, E: tl.constexpr, WIDTH: tl.constexpr, CHU
 
 @triton.jit
 def inverse_norm(x):
-    """Return 1 / max(|x|, eps) of the rows of x: [M]."""
+    """Return 1 / max(|x|, eps) of the rows of x: [m]."""
     return 1.0 / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), EPS)
 
 
@@ -70,7 +71,7 @@ def catalogue_loss_scale_kernel(
     x, stride, temperature, scales, scale, R, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute scales[r] = scale / |x_r| (scale alone without NORMALIZE), divided by a temperature tensor."""
+    """Compute scales[r] = scale / |x_r| (without NORMALIZE scale), divided by temperature unless that is None."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     factor = tl.zeros([ROWS], tl.float32) + scale
     if temperature is not None:
@@ -84,9 +85,9 @@ def catalogue_loss_scale_kernel(
 def catalogue_loss_sum_kernel(
     x, stride, scales, targets, sums, R, E: tl.constexpr, PAD_E: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Compute sums [programs, E]: sum of the x_r (times scales[r], if given) of every programs-th tile of ROWS rows.
+    """Compute sums [programs, E]: the sum of x_r * scales[r] over every programs-th tile of ROWS rows.
 
-    With targets only rows with a target count.
+    scales, targets: [R] or None; with targets, rows without a target are left out.
     """
     acc = tl.zeros([ROWS, PAD_E], tl.float32)
     for first in range(tl.program_id(0) * ROWS, R, tl.num_programs(0) * ROWS):
@@ -114,11 +115,11 @@ def catalogue_loss_rows_fwd_kernel(
     smoothing, T, I, splits, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, SAMPLED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute lse [T] from partial [splits, T], and parts [programs, 2]: a program's sum of losses, and their number;
-    or, if given, losses [T].
+    """Compute lse [T] and positive [T], and losses [T] or, if that is None, parts [programs, 2].
 
-    lse is infinity for a token without target. SAMPLED: partial has only the negatives. positive [T]: the logit of the
-    target. item_sum [E]: the sum of the normalised items, for smoothing.
+    lse is computed from partial [splits, T]; it is infinity for a token without a target. SAMPLED: partial does not
+    include the target. positive: the logit of the target. parts: the sum and the number of a program's losses.
+    item_sum: [E], the sum of the normalised items, for smoothing, or None.
     """
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     target = tl.load(targets + t, t < T, -1)
@@ -151,7 +152,7 @@ def catalogue_loss_rows_fwd_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def catalogue_loss_mean_kernel(parts, loss, inverse_count, programs, SIZE: tl.constexpr):
-    """Compute the mean of all losses, and one over their number; 0 and 1 if there are none."""
+    """Compute the mean of all losses and 1 / their number; without losses 0 and 1."""
     total = tl.zeros([SIZE], tl.float32)
     number = tl.zeros([SIZE], tl.float32)
     for first in range(0, programs, SIZE):
@@ -173,7 +174,7 @@ def store_rows(base, r, inside, value, E: tl.constexpr, WIDTH: tl.constexpr, CHU
 
 @triton.jit
 def _smooth(mean, factor, E: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Return a chunk of mean [E] times factor: [1, WIDTH]."""
+    """Return chunk CHUNK of mean [E] times factor: [1, WIDTH]."""
     e = CHUNK * WIDTH + tl.arange(0, WIDTH)
     return tl.load(mean + e, e < E, 0.0)[None, :] * factor
 
@@ -183,9 +184,9 @@ def finish_outputs(
     acc, t, out, out_stride, row_scale, targets, lse, end, smoothing, T, I,
     E: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write dout and along[t] = sum over items of logit times its gradient, from acc, the softmax times the items.
+    """Write dout and along[t], the sum over items of logit times its gradient.
 
-    acc: a tuple of chunks [M, WIDTH]. end: `OutputsEnd`.
+    acc: softmax @ items, a tuple of chunks [m, WIDTH]. end: `OutputsEnd`.
     """
     target = tl.load(targets + t, t < T, -1)
     counts = target >= 0
@@ -229,13 +230,14 @@ def finish_items(
     acc, i, inside, items, items_stride, end, smoothing, I,
     E: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write rows i of ditems from acc: the logits' gradients times the outputs, scaled if NORMALIZE.
+    """Write rows i of ditems.
 
-    acc: a tuple of chunks [M, WIDTH]. end: `ItemsEnd`.
+    acc: (gradients of the logits) @ outputs, a tuple of chunks [m, WIDTH]; outputs are scaled if NORMALIZE. end:
+    `ItemsEnd`.
     """
     factor = tl.load(end.grad).to(tl.float32) * tl.load(end.inverse_count) * LN2
     if not NORMALIZE:
-        # One number for all tokens.
+        # The scale is one number for all tokens.
         factor *= tl.load(end.row_scale)
     projection = tl.zeros_like(i).to(tl.float32)
     square = tl.zeros_like(projection)
@@ -274,7 +276,7 @@ def catalogue_loss_merge_bwd_dout_kernel(
     partial, out, out_stride, row_scale, targets, lse, end, smoothing, T, I, splits,
     E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Finish dout from the sum over splits."""
+    """Sum partial [splits, T, E] and write dout by `finish_outputs`."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     acc = _merge(partial, t, T, splits, E, PAD_E, ROWS)
     finish_outputs(

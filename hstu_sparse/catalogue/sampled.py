@@ -1,18 +1,17 @@
-"""Define the kernels of sampled negatives: each token with its own, and the table's gradient of both forms.
+"""Define the kernels of sampled negatives: those of negatives [T, K], and the gradient of the table.
 
 Letters: T tokens, I items, E embedding size, K negatives. Logits are in base 2, as in products.py.
 
-With negatives [T, K] there is no matrix product: a program has a token and gathers its K rows, in forward and again in
-backward, where it writes the K + 1 factors of the token's output in the gradients of those rows. Rows are read 16 bytes
-at a time: if E does not allow that, the table is copied with its rows padded to WIDTH columns. For a small catalogue
-item_scale [I] has one over the norm of each row; otherwise a program computes it.
+With negatives [T, K] a program has a token and gathers its K rows, in forward and again in backward. Rows are read 16
+bytes at a time; if E does not allow it, the table is copied with rows padded to WIDTH columns. item_scale [I] has 1 /
+norm of each row; without it a program computes the norms of its rows.
 
-The table's gradient is a sum over entries, the T targets followed by the negatives. If negatives are each token's own,
-the token's program adds to an fp32 table by atomic additions, in no order, provided that the table is small and torch
-need not be deterministic. Otherwise entries are sorted by item (stable), and each item's run is summed in that order by
-one program, which then writes the item's row: no atomics, the same bits in every run. Runs are cut at multiples of
-PIECE entries, so that a popular item does not occupy one program for long: a cut run's pieces are written to slots, at
-most two for each PIECE entries, and summed up by a second kernel.
+The gradient of the table is a sum over entries: the T targets, followed by the negatives. For negatives [T, K], a small
+table, and without torch's deterministic algorithms, the program of a token adds to an fp32 table atomically. Otherwise:
+- Entries are sorted by item (stable). A run is all entries of an item.
+- A program sums a run in order and writes the item's row, so that the result is deterministic.
+- Runs are cut into pieces at multiples of PIECE entries, so that a popular item does not keep one program busy for
+  long. The sums of pieces are written to slots, at most two for PIECE entries, and added by a second kernel.
 """
 
 import triton
@@ -24,7 +23,7 @@ from hstu_sparse.catalogue.rows import EPS, LN2, LOG2E, ItemsEnd, finish_items, 
 @triton.jit
 def _token(t, out, out_stride, targets, table, temperature, scale, E: tl.constexpr, WIDTH: tl.constexpr,
            PAD_E: tl.constexpr, NORMALIZE: tl.constexpr):  # fmt: skip
-    """Return (x [1, PAD_E], its scale, target, y [1, PAD_E], y's scale, logit of the target) of one token."""
+    """Return (output x [1, PAD_E], its scale, target, its row y [1, PAD_E], scale of y, logit of the target)."""
     zero = tl.arange(0, 1)
     target = tl.load(targets + t).to(tl.int64)
     x = load_fp32(out, t + zero, t + zero >= 0, out_stride, E, PAD_E)
@@ -49,7 +48,7 @@ def _along(x, projection):
 @triton.jit
 def _drawn(t, first, x, factor, target, negatives, log_q, table, item_scale, log_k, K, WIDTH: tl.constexpr,
            PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Return (rows [ROWS, PAD_E], their scales, corrected logits) of a token's negatives first .. first + ROWS."""
+    """Return (rows [ROWS, PAD_E], their scales, corrected logits) of negatives first .. first + ROWS - 1 of a token."""
     k = first + tl.arange(0, ROWS)
     ids = tl.load(negatives + t.to(tl.int64) * K + k, k < K, -1)
     counts = (ids >= 0) & (ids != target)
@@ -131,9 +130,9 @@ def catalogue_loss_sampled_bwd_dout_kernel(
     token_weights, dout, along, shares, sums, scale, log_k, T, K, E: tl.constexpr, WIDTH: tl.constexpr,
     PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row of dout; along[t] = sum of logit times its gradient; the output's factors in the table's gradient.
+    """Compute a row of dout; along[t], the sum of logit times its gradient; and the factors of out[t] in the entries.
 
-    Those are written to shares [T + T * K], or the products are added to sums [I, WIDTH] if given.
+    The factors are written to shares [T + T * K], or, unless sums is None, factor * out[t] is added to sums [I, WIDTH].
     """
     t = tl.program_id(0)
     zero = tl.arange(0, 1)
@@ -197,14 +196,14 @@ def catalogue_loss_sampled_bwd_dout_kernel(
 
 @triton.jit
 def _key(keys, p, inside, other):
-    """Return the item of a sorted entry, or `other`; keys are int16 if that can hold every item."""
+    """Return the item of a sorted entry, `other` where not `inside`. keys: int16 or int32."""
     return tl.load(keys + p, inside, other).to(tl.int32)
 
 
 @triton.jit
 def _entries(first, keys, order, item, end, rows, rows_stride, shares, drawn, T, K, E: tl.constexpr,
              PAD_E: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Return (sum [1, PAD_E] of the item's entries at first .. first + ROWS, their number)."""
+    """Return (sum [1, PAD_E] of the item's entries from first to first + ROWS - 1, their number)."""
     p = first + tl.arange(0, ROWS)
     belongs = (p < end) & (_key(keys, p, p < end, -1) == item)
     entry = tl.load(order + p, belongs, 0)
@@ -225,11 +224,11 @@ def catalogue_loss_table_bwd_kernel(
     entries, T, K, I, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the pieces from CHUNK entries on: whole runs to dtable, pieces of cut ones to slots [windows, 2, E].
+    """Sum the pieces that begin in CHUNK entries: whole runs to dtable, pieces of cut runs to slots [windows, 2, E].
 
-    keys: the items of the sorted entries; order: their original indices. rows [T, E]: the outputs. An entry below T is
-    a target, which adds shares[entry] * rows[entry]. Others are negatives: of token (entry - T) // K, likewise; with
-    drawn [K, E] such an entry adds the row entry - T of that. Entries of no item (key I) come last.
+    keys: the items of the sorted entries, I for ignored ones, which are last. order: their original indices. rows:
+    [T, E], the outputs. Entry n adds shares[n] * rows[t]: a target n < T of token t = n, a negative of token
+    t = (n - T) // K. With drawn [K, E] a negative adds row n - T of drawn instead.
     """
     e = tl.arange(0, PAD_E)[None, :]
     begin = tl.program_id(0).to(tl.int64) * CHUNK
@@ -253,7 +252,7 @@ def catalogue_loss_table_bwd_kernel(
             last = _key(keys, end - 1, end <= entries, -1) == item
             after = _key(keys, end, end < entries, -1)
             if (item == before) | (last & (after == item)):
-                # The first piece of a window is its slot 0, even if it begins a run.
+                # The piece at the beginning of a window has slot 0, even if it begins a run.
                 slot = slots + (p // PIECE * 2 + tl.where(at_cut, 0, 1)) * E
                 tl.store(slot + e, acc, e < E)
             else:
@@ -267,7 +266,7 @@ def catalogue_loss_pieces_bwd_kernel(
     keys, table, table_stride, row_scale, grad, inverse_count, dtable, slots, entries, I,
     E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the pieces of the cut run that begins in a window and continues in the next, into dtable."""
+    """Sum the pieces of the run that begins in a window and continues in the next one; write the row of dtable."""
     e = tl.arange(0, PAD_E)[None, :]
     window = tl.program_id(0).to(tl.int64)
     begin = window * PIECE

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import hstu_sparse
 from data.batch import Batch
-from hstu_sparse.catalogue import Part
+from hstu_sparse.catalogue import CatalogueShard
 from models.attention.contract import AuxLosses
 from models.embedding import InputEmbedding
 from models.heads import CataloguePart, as_share, mol_loss, normalized
@@ -127,6 +127,6 @@ def catalogue_share(
         F.dropout(items, model.item_dropout, model.training).to(dtype),
         targets,
         temperature=config.temperature if learned is None else config.temperature * learned.exp(),
-        part=Part(first, merge),
+        part=CatalogueShard(first, merge),
     )
     return as_share(loss, ranks.world), {}

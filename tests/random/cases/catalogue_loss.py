@@ -154,7 +154,7 @@ def rounding(
 
 def launches():
     from hstu_sparse.catalogue.launches import catalogue_loss_operator as operator
-    from hstu_sparse.catalogue.parts import Part, loss_of_part
+    from hstu_sparse.catalogue.parts import CatalogueShard, part_loss
 
     # Behind the walk, where the gradient's end holds rows of both matrices beside the accumulators; within it only in
     # fp32 (three products, operands split in registers).
@@ -196,9 +196,9 @@ def launches():
     def case_of_part(tokens, **options):
         def call():
             out, table = (torch.zeros(n, 128, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, 1000))
-            part = Part(500, lambda lse, logit: (lse, logit))
+            part = CatalogueShard(500, lambda lse, logit: (lse, logit))
             targets = torch.zeros(tokens, dtype=torch.int64)
-            loss_of_part(out, table, targets, 0.05, True, part, "triton").backward()
+            part_loss(out, table, targets, 0.05, True, part, "triton").backward()
 
         return Launches(f"a part of a catalogue T={tokens}", call, local_bytes=spills, **options)
 
