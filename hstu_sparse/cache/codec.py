@@ -106,7 +106,7 @@ def unpack_fields(words, PLANE: tl.constexpr, WIDTH: tl.constexpr):
 def unpack_float_fields(words, PLANE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr):
     """Unpack 2 ** PLANE + codes [R, WIDTH] in a 16-bit float type, two at a time and without conversion to float.
 
-    A code becomes the highest bits of the mantissa of 2 ** PLANE, the lowest of which is worth 1.
+    A code becomes the highest PLANE bits of the mantissa of 2 ** PLANE; the lowest of these bits has the value 1.
     """
     R: tl.constexpr = words.shape[0]
     COUNT: tl.constexpr = words.shape[1]

@@ -58,7 +58,7 @@ def check_tensor(
 
     Args:
         shape: a letter for each dimension, like "T H D".
-        sizes: letter -> size. The sizes of new letters are added; those of other letters must be equal.
+        sizes: letter -> size. A letter that is already in `sizes` must have this size; new letters are added.
         dtype: FLOATING, INTEGER, or a dtype.
         device: the required device; by default any.
     """

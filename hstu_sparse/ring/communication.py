@@ -178,7 +178,7 @@ _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def ring_backward(ring: Ring, tensors: Sequence[torch.Tensor], sizes: Sequence[int], add_dq, compute_dkv):
     """Run the backward pass of a ring: in each of W steps, dq, dk and dv of a block.
 
-    The computation of dq hides transfers: in step 0 that of the next block, later that of the block's gradients.
+    Transfers overlap with the computation of dq: of the next block in step 0, of the block's gradients in later steps.
 
     Args:
         ring: the ranks.

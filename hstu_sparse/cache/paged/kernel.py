@@ -72,7 +72,7 @@ class History(NamedTuple):
     """The cached keys and values.
 
     source      their tensors
-    table       [B, P], the page table; None if each token is a page, those of sequence b from offsets[b] on
+    table       [B, P], the page table; None if token n of sequence b is page offsets[b] + n
     offsets     [B+1], without a table
     timestamps  of each slot of a page, with a time bias
     order       [H / G, C], the inverse permutation of the channels, or None

@@ -230,7 +230,7 @@ def round_trip(
     channel_order: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `rotatekv_round_trip` with gradients: those of the results are those of k and v.
+    """Compute `rotatekv_round_trip` with gradients: quantisation is differentiated as the identity.
 
     codes: the options bits, head_group, quant_group, sparsity, sink_tokens and clip.
     """

@@ -4,8 +4,8 @@ Dense attention to quantised keys k' and values v' also quantises each token's k
 
     self_term[t] = (1/N) (SiLU(scale * q[t].k[t] + b) * v[t]  -  SiLU(scale * q[t].k'[t] + b) * v'[t])
 
-replaces that by exact attention; b is the bias of a token with itself. The gradients of k' and v' are added to those of
-k and v, as if there were no quantisation. Both kernels read each tensor once.
+replaces that by exact attention; b is the bias of a token with itself. The gradient of k' is added to that of k, and
+the gradient of v' to that of v, as if there were no quantisation. Both kernels read each tensor once.
 
 Letters: T tokens, H heads, D query/key and V value head size, N normalizer.
 """
