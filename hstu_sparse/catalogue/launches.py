@@ -259,9 +259,7 @@ class _Call:
 
 
 def _forward(*arguments):
-    """Return the loss, then lse, row_scale, item_scale, positive, inverse_count, picked, pull and along, saved for
-    backward.
-    """
+    """Return the loss, and lse, row_scale, item_scale, positive, inverse_count, picked, pull, along for backward."""
     call = _Call(Arguments(*arguments))
     return _forward_per_token(call) if call.per_token else forward_products(call)
 

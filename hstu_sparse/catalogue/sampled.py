@@ -40,7 +40,7 @@ def _token(t, out, out_stride, targets, table, temperature, scale, E: tl.constex
 
 @triton.jit
 def _along(x, projection):
-    """Return the part of a vector along the row x [1, PAD_E], from its product with x; 0 for a row of nearly 0."""
+    """Return the projection of a vector on x [1, PAD_E]. projection: their dot product. 0 if |x| is at most EPS."""
     square = tl.sum(x * x, 1)
     return x * tl.where(square > EPS * EPS, projection / tl.maximum(square, EPS * EPS), 0.0)[:, None]
 
@@ -72,8 +72,8 @@ def catalogue_loss_sampled_fwd_kernel(
 ):  # fmt: skip
     """Compute lse [T] of a token's target and negatives, and its loss and 1 in parts [T, 2] (0 and 0 without a target).
 
-    For small.py also write the logits, positive [T] and picked [T, K], -inf for negatives that do not count; along [T],
-    the sum of logit times its gradient; and pull [T, E], the output's gradient less the factors that backward has.
+    For small.py also write positive [T] and picked [T, K], the logits, -inf for ignored negatives; along [T], the sum
+    of logit times its gradient; and pull [T, E], the gradient of the output without factors that only backward has.
     """
     t = tl.program_id(0)
     zero = tl.arange(0, 1)
@@ -113,8 +113,8 @@ def catalogue_loss_sampled_fwd_kernel(
     if positive is not None:
         tl.store(positive + t + zero, logit)
     if pull is not None:
-        of_negatives = tl.sum(acc * tl.exp2(top - log_sum)[:, None], 0)[None, :]
-        direction = of_negatives + y * ((tl.exp2(logit - log_sum) - 1.0) * y_scale)[:, None]
+        negative_sum = tl.sum(acc * tl.exp2(top - log_sum)[:, None], 0)[None, :]
+        direction = negative_sum + y * ((tl.exp2(logit - log_sum) - 1.0) * y_scale)[:, None]
         projection = tl.sum(x * direction, 1)
         tl.store(along + t + zero, projection * factor * LN2)
         if NORMALIZE:

@@ -1,13 +1,14 @@
-"""Compute the gradients of each token's negatives over a small catalogue as products with all items.
+"""Compute the gradient of a small catalogue for negatives [T, K] by a product with all items.
 
 Letters: T tokens, I items, E embedding size, K negatives. Logits are in base 2, as in products.py.
 
-Forward gathers rows as sampled.py does, and sums them up at once, weighted as in a softmax whose maximum is not known
-yet: so the outputs' gradient is complete but for factors. The table's gradient of K gathered rows of E numbers a token
-would move more data than a product with a small catalogue costs. So forward saves the logits [T, K] too; in backward a
-kernel writes the gradient of the logits as rows [R, I], zero but for drawn items, for some thousand tokens at a time,
-and torch's products compute the gradient from it. A program has a row, repeated negatives are counted and each writes
-the same sum, and products follow in a fixed order: the gradients have the same bits in every run.
+Forward (sampled.py) sums the gathered rows with an online softmax, which is the gradient of the output up to factors,
+and saves the logits [T, K].
+
+In backward, adding K rows of E numbers for each token would move more data than a matrix product. Instead a kernel
+writes the gradients of the logits as rows [R, I], 0 except for drawn items, for some thousand tokens at a time, and
+torch multiplies them. A program has a row; each of several equal negatives writes their sum. The order of additions is
+fixed, so that the gradients are deterministic.
 """
 
 import torch
@@ -81,9 +82,9 @@ def catalogue_loss_outputs_bwd_kernel(
     out, out_stride, pull, temperature, grad, inverse_count, token_weights, dout, scaled, row_scale, scale, T,
     E: tl.constexpr, PAD_E: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dout from pull, row_scale [T] or, without NORMALIZE, [1], and scaled [T, WIDTH], outputs times row_scale.
+    """Compute dout from pull; row_scale [T], or [1] without NORMALIZE; and scaled [T, WIDTH], outputs times row_scale.
 
-    Columns behind E are zeros.
+    Columns of `scaled` from E on are 0.
     """
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     x = load_fp32(out, t, t < T, out_stride, E, PAD_E)
