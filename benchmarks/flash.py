@@ -148,7 +148,7 @@ def padded(lengths, longest, heads, size, dtype):
 
 def kernel(part, config, tokens, length, heads, size, dtype):
     """Return {part: one kernel with these tile sizes}."""
-    from hstu_sparse.flash.launch import Launch, bwd_dkv_config, bwd_dq_config, fwd_config, looks_for_bounds
+    from hstu_sparse.flash.launch import Launch, bwd_dkv_config, bwd_dq_config, fwd_config, uses_score_bounds
     from hstu_sparse.flash.reference import Layout, Options
 
     q, k, v = (x.detach() for x in inputs([length] * (tokens // length), heads, size, dtype))
@@ -167,7 +167,7 @@ def kernel(part, config, tokens, length, heads, size, dtype):
 
     def run():
         bounded = part == "fwd of bounded scores"
-        with override(configuration, lambda *_: config), override(looks_for_bounds, lambda *_: bounded):
+        with override(configuration, lambda *_: config), override(uses_score_bounds, lambda *_: bounded):
             call()
 
     return {part: run}

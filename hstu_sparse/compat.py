@@ -1,21 +1,22 @@
 """Define the functions of the research code that this package grew from, with their names and arguments.
 
-Each is written in terms of this package's operators, so that programs written for the research code run unchanged; new
-programs call the operators. The names contain triton, but on CPU tensors the reference runs.
+Each calls this package's operators, so that programs written for the research code run unchanged. New programs should
+call the operators. CPU tensors use the reference, although the names contain triton.
 
-Letters: B sequences, N padded length, or tokens of each sequence that this rank holds, T tokens of a jagged batch, H
-heads of queries, Hkv of keys and values, D query/key and V value head size, S chosen blocks, W ranks of a group.
+Letters: B sequences, N padded length (ring attention: tokens of each sequence on this rank), T tokens of a jagged
+batch, H heads of queries, Hkv of keys and values, D query/key and V value head size, S chosen blocks, W ranks of a
+group.
 
-Every form of ring attention has, besides its own arguments,
+All functions of ring attention also have the arguments
 
     dropout_p, softmax_scale       `dropout` and `scale` of `ring_flash_attention`
-    causal, window_size, alibi_slopes, seed, group, backend, plan      as `ring_flash_attention`
+    causal, window_size, alibi_slopes, seed, group, backend, plan      as in `ring_flash_attention`
     deterministic                  accepted; the result is always deterministic
     return_attn_probs              return (out, log-sum-exp, None) in place of out
 
-and returns the output of this rank's tokens in q's shape and dtype.
+and return the output of this rank's tokens in q's shape and dtype.
 
-Source: the ring-flash-attention project (the ring's forms); Mustafar (arXiv 2505.22913); DeepSeek-V3.2-Exp.
+Source: the ring-flash-attention project (ring attention); Mustafar (arXiv 2505.22913); DeepSeek-V3.2-Exp.
 """
 
 from collections.abc import Callable
@@ -63,24 +64,24 @@ def triton_ring_flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
     deterministic=False, return_attn_probs=False, group=None, *, seed=None, backend="auto",
 ):  # fmt: skip
-    """Compute ring attention; rank r holds the r-th of W equal parts of each sequence.
+    """Compute ring attention where rank r holds the r-th of W equal parts of each sequence.
 
-    q: [B, N, H, D], k, v: [B, N, Hkv, D], N the same on all ranks -> [B, N, H, D] (log-sum-exp: [B, H, N] fp32).
+    q: [B, N, H, D], k, v: [B, N, Hkv, D], the same N on all ranks -> [B, N, H, D] (log-sum-exp: [B, H, N] fp32).
     """
     options = _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend)
-    return _equal_stretches("triton_ring_flash_attn_func", q, k, v, group, return_attn_probs, False, options)
+    return _padded_ring("triton_ring_flash_attn_func", q, k, v, group, return_attn_probs, False, options)
 
 
 def zigzag_triton_ring_flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
     deterministic=False, return_attn_probs=False, group=None, *, seed=None, backend="auto",
 ):  # fmt: skip
-    """Compute ring attention; of 2W equal parts of each sequence rank r holds r and 2W-1-r, concatenated.
+    """Compute ring attention where rank r holds parts r and 2W-1-r of each sequence's 2W equal parts, concatenated.
 
-    With a causal mask all ranks then have the same work. Shapes as `triton_ring_flash_attn_func`, N even.
+    With a causal mask this gives all ranks the same work. Shapes as in `triton_ring_flash_attn_func`, N even.
     """
     options = _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend)
-    return _equal_stretches("zigzag_triton_ring_flash_attn_func", q, k, v, group, return_attn_probs, True, options)
+    return _padded_ring("zigzag_triton_ring_flash_attn_func", q, k, v, group, return_attn_probs, True, options)
 
 
 def triton_ring_flash_attn_varlen_func(
@@ -88,13 +89,13 @@ def triton_ring_flash_attn_varlen_func(
     alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None, *, seed=None, plan=None,
     backend="auto",
 ):  # fmt: skip
-    """Compute `ring_flash_attention`: rank r holds a part of each sequence, behind those of the ranks before it.
+    """Compute `ring_flash_attention` where the ranks hold consecutive parts of each sequence.
 
-    q: [T, H, D], k, v: [T, Hkv, D]; cu_seqlens: [B+1] integers from 0 to T; max_seqlen is accepted and not needed.
+    q: [T, H, D], k, v: [T, Hkv, D]; cu_seqlens: [B+1] integers from 0 to T; max_seqlen is accepted and ignored.
     -> [T, H, D] (log-sum-exp: [H, T] fp32).
     """
     options = _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend)
-    return _stretches(q, k, v, cu_seqlens, group, plan, return_attn_probs, False, options)
+    return _jagged_ring(q, k, v, cu_seqlens, group, plan, return_attn_probs, False, options)
 
 
 def zigzag_triton_ring_flash_attn_varlen_func(
@@ -102,9 +103,9 @@ def zigzag_triton_ring_flash_attn_varlen_func(
     alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None, *, seed=None, plan=None,
     backend="auto",
 ):  # fmt: skip
-    """Compute the same, if rank r holds chunks r and 2W-1-r of 2W of each sequence, as `cut_sequences` returns them."""
+    """Compute `ring_flash_attention` where rank r holds chunks r and 2W-1-r of each sequence's 2W (`cut_sequences`)."""
     options = _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend)
-    return _stretches(q, k, v, cu_seqlens, group, plan, return_attn_probs, True, options)
+    return _jagged_ring(q, k, v, cu_seqlens, group, plan, return_attn_probs, True, options)
 
 
 def _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, seed, backend) -> dict:
@@ -115,7 +116,7 @@ def _ring_options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, s
     )  # fmt: skip
 
 
-def _equal_stretches(name, q, k, v, group, return_lse, zigzag, options):
+def _padded_ring(name, q, k, v, group, return_lse, zigzag, options):
     for letter, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{letter} must be a tensor, got {type(x).__name__}")
@@ -128,8 +129,8 @@ def _equal_stretches(name, q, k, v, group, return_lse, zigzag, options):
     ring = Ring(group)
     zigzag = zigzag and ring.world > 1
     if zigzag and tokens % 2:
-        raise ValueError(f"zigzag: each rank holds two chunks of one length, so N must be even, got {tokens}")
-    # Jagged parts may differ in length between the ranks; these must not.
+        raise ValueError(f"N must be even for zigzag, which gives each rank two equal chunks, got {tokens}")
+    # Unlike jagged parts, padded ones have the same shape on all ranks.
     ring.check_agreement(name, {letter: list(x.shape) for letter, x in (("q", q), ("k", k), ("v", v))})
     plan = fixed_plan(num_seqs, tokens, ring.rank, ring.world, zigzag, q.device)
     flat = (x.flatten(0, 1) for x in (q, k, v))
@@ -139,7 +140,7 @@ def _equal_stretches(name, q, k, v, group, return_lse, zigzag, options):
     return (out, lse.view(-1, num_seqs, tokens).transpose(0, 1), None) if return_lse else out
 
 
-def _stretches(q, k, v, cu_seqlens, group, plan: RingPlan | None, return_lse, zigzag, options):
+def _jagged_ring(q, k, v, cu_seqlens, group, plan: RingPlan | None, return_lse, zigzag, options):
     check_bool("return_attn_probs", return_lse)
     out, lse = ring_flash_attention(
         q, k, v, cu_seqlens, zigzag=zigzag, group=group, plan=plan, return_lse=True, **options
@@ -214,7 +215,7 @@ def triton_block_sparse_attn(
 
     Args:
         q, k: [B, N, H, D], v: [B, N, H, V].
-        u: not used; the caller multiplies the output by it.
+        u: ignored; the caller multiplies the output by u.
         g_cmp, g_slc, g_swa: [B, N, H]; g_swa may be None when window_size is 0.
         scale: factor of the scores, D ** -0.5 by default.
 
@@ -233,7 +234,7 @@ def triton_block_sparse_attn(
     flat = [None if x is None else x.flatten(0, 1) for x in (q, k, v, g_cmp, g_slc, g_swa)]
     options = dict(block_size=block_size, block_counts=block_counts, window_size=window_size, scale=scale)
     out, indices = bsa_attention(
-        *flat[:3], offsets, max(length, 1), tuple(flat[3:]), **options, selection_group=_group(block_size),
+        *flat[:3], offsets, max(length, 1), tuple(flat[3:]), **options, selection_group=_selection_group(block_size),
         return_block_indices=True,
     )  # fmt: skip
     return out.unflatten(0, (batch, length)), indices.unflatten(0, (batch, length)).transpose(1, 2)
@@ -254,13 +255,13 @@ def triton_hstu_attention_with_bsa(
     block_size: int = 32,
     window_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute block-sparse attention of one HSTU layer: LayerNorm over all heads (no affine) of the attention, times u.
+    """Compute one HSTU layer's block-sparse attention, times u after LayerNorm over all heads (without affine).
 
     Args:
         num_heads, attention_dim, linear_dim: H, D, V.
         q, k: [T, H*D], v, u: [T, H*V].
         x_offsets: [B + 1], first 0, last T.
-        invalid_attn_mask: its last size is N; the mask itself is not read, since it is always causal.
+        invalid_attn_mask: only its last size, N, is read; the mask is always causal.
         gate_model: q [T, H, D] -> (g_cmp, g_slc, g_swa), each [T, H].
 
     Returns:
@@ -283,7 +284,9 @@ def triton_hstu_attention_with_bsa(
     q, k = (x.unflatten(-1, (num_heads, attention_dim)) for x in (q, k))
     v = v.unflatten(-1, (num_heads, linear_dim))
     options = dict(block_size=block_size, block_counts=block_counts, window_size=window_size)
-    out = bsa_attention(q, k, v, x_offsets, length, gate_model(q), **options, selection_group=_group(block_size))
+    out = bsa_attention(
+        q, k, v, x_offsets, length, gate_model(q), **options, selection_group=_selection_group(block_size)
+    )
     gated = norm_gate(out.flatten(1), u, eps=NORM_EPS)
     return gated, jagged_to_padded(q, x_offsets, length), jagged_to_padded(k, x_offsets, length)
 
@@ -330,8 +333,8 @@ class TritonHSTUBSAAttention(nn.Module):
         return self.output(F.dropout(attended, self.dropout, self.training)), padded_q, padded_k
 
 
-def _group(block_size: int) -> int:
-    """Return the selection group: the research code's items and actions are adjacent and share a choice."""
+def _selection_group(block_size: int) -> int:
+    """Return the selection group: in the research code an item and its action are adjacent and share a choice."""
     return 2 if block_size % 2 == 0 else 1
 
 
@@ -352,6 +355,6 @@ def compute_index_loss_sparse(
     )
 
 
-# Two stages of attention to a compressed cache: unpacking its keys and values, with the keys restored, and attention.
+# The two stages of attention over a compressed cache: decompress its keys and values, then attend to them.
 mustafar_decompress_with_hadamard_inverse = rotatekv_decompress
 mustafar_attention_with_rope = unpacked_attention

@@ -38,7 +38,7 @@ from hstu_sparse.bias.buckets import (
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.launch import cdiv, run
 from hstu_sparse.tiles.assembly import look_up, scalar
-from hstu_sparse.tiles.ranges import place
+from hstu_sparse.tiles.ranges import token_position
 from hstu_sparse.tiles.rows import opaque
 
 NEAR = tl.constexpr(16)
@@ -198,12 +198,12 @@ def prefetch_entry(start, last, bias, tile, STREAMED: tl.constexpr, ASM: tl.cons
 
 @triton.jit
 def bias_position(t, sequence, kind: tl.constexpr):
-    """Return a token's position plus a constant of the sequence (see `place`), for differences of positions.
+    """Return a token's position plus a constant of the sequence (see `token_position`), for differences of positions.
 
     With int64 the compiler sees that neighbouring pairs read neighbouring addresses.
     """
-    MORE: tl.constexpr = kind.MORE
-    return place(t, sequence, kind.HAS_TARGETS, MORE).to(tl.int64)
+    EXTENSION: tl.constexpr = kind.EXTENSION
+    return token_position(t, sequence, kind.HAS_TARGETS, EXTENSION).to(tl.int64)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Define the public function of block-sparse HSTU attention.
+"""Define the public functions of block-sparse HSTU attention.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per query group (block_counts), r tokens per group (selection_group), W window.
@@ -20,7 +20,7 @@ from hstu_sparse.core.validation import check_int, check_kernel, check_plan, che
 if TYPE_CHECKING:
     from hstu_sparse.bsa.plan import BlockPlan
 
-MOST = 1 << 20  # of block_size and block_counts: the reference allocates as many slots for each block and query
+MAX_SIZE = 1 << 20  # of block_size and block_counts: the reference allocates as many slots for each block and query
 
 
 @without_autocast
@@ -45,34 +45,35 @@ def bsa_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute HSTU attention over block means, chosen blocks and a window: the sum of three gated branches.
 
-    With block j of a sequence the positions j*BS .. min((j+1)*BS, n) - 1, and kbar_j, vbar_j their mean key and value:
+    Block j of a sequence of n tokens has the positions j*BS .. min((j+1)*BS, n) - 1, and the mean key kbar_j and mean
+    value vbar_j of these tokens.
 
         o[t] = g_cmp[t] * BS/N * sum over complete past blocks j of SiLU(scale * q[t].kbar_j) vbar_j
              + g_slc[t] * 1/N  * sum over chosen blocks, their tokens s <= t, of SiLU(scale * q[t].k[s]) v[s]
              + g_swa[t] * 1/N  * sum over t - W < s <= t of SiLU(scale * q[t].k[s]) v[s]
 
-    With `bias` every SiLU above takes + b: b(t, s) for a token, b(t, m) for a block, whose position is that of its
-    middle token m = j*BS + BS // 2; the same holds for the choice below.
+    A `bias` is added to every argument of SiLU: b(t, s) for a token, and b(t, m) for a block, where m = j*BS + BS // 2
+    is its middle token. This also holds for the choice below.
 
-    The tokens r*g .. r*g + r - 1 of a sequence are one group. For each head the group's first token always chooses the
-    block that contains it, and of the complete blocks before that one the S - 1 with the greatest SiLU(scale *
-    q.kbar_j), ties going to the smaller j. The choice itself carries no gradient.
+    The tokens r*g .. r*g + r - 1 of a sequence form a group, whose first token chooses for all of them. For each head
+    it chooses its own block, and of the complete blocks before that the S - 1 with the greatest
+    SiLU(scale * q.kbar_j); of equal ones those with smaller j. The choice has no gradient.
 
     Args:
         q, k: [T, H, D], v: [T, H, V]; float16, bfloat16 or float32 (the reference also takes float64), one dtype.
         seq_offsets: [B + 1] int32 or int64, first 0, last T.
         max_seq_len: N, at least the longest sequence.
         gates: (g_cmp, g_slc, g_swa), each [T, H]; g_swa may be None when window_size is 0.
-        block_size: BS in tokens. The kernels take 16, 32, 64 and 128.
+        block_size: BS in tokens. The kernels support 16, 32, 64 and 128.
         block_counts: S, the blocks chosen per group, including the group's own block.
-        window_size: W in tokens, including the query's own; 0 switches the window off.
+        window_size: W in tokens, including the query; 0 for no window.
         selection_group: r in tokens; divides block_size.
         scale: factor of the logits; D ** -0.5 by default.
         normalizer: a finite number above 0 in place of N in the factor 1/N; `max_seq_len` by default.
         bias: b(t, s) by relative position and time, see `RelativeBias`; both tables get gradients.
         backend: "triton", "reference", or "auto": triton for CUDA tensors and the reference for CPU tensors.
-        plan: the result of `bsa_plan` for this batch, shared by the calls of several layers; computed if absent. On a
-            CPU, and elsewhere with HSTU_SPARSE_DEBUG, the plan of another batch is refused.
+        plan: the result of `bsa_plan` for the same batch, block size and bias; computed here if absent. A plan of
+            another batch is an error on a CPU, and on a GPU if HSTU_SPARSE_DEBUG is set.
         return_block_indices: also return the chosen blocks [T, H, S] int32: ascending, padded with -1.
 
     Returns:
@@ -89,7 +90,7 @@ def bsa_attention(
         (torch.Size([64, 2, 16]), [0, 1])
 
     Raises:
-        TypeError, ValueError: a dtype, shape or option that does not fit, or that the kernels do not support.
+        TypeError, ValueError: with the expected and the actual value.
 
     Source: Yuan et al., Native Sparse Attention (arXiv 2502.11089), section 3, with the pointwise SiLU attention of
     Zhai et al. (arXiv 2402.17152), section 3.1, in place of softmax.
@@ -98,7 +99,7 @@ def bsa_attention(
     sizes = check_qkv(q, k, v, seq_offsets, max_seq_len)
     sizes_of_blocks = dict(block_size=block_size, block_counts=block_counts, selection_group=selection_group)
     for name, value in sizes_of_blocks.items():
-        check_int(name, value, 1, MOST)
+        check_int(name, value, 1, MAX_SIZE)
     check_int("window_size", window_size, 0)
     validation.check_bool("return_block_indices", return_block_indices)
     if block_size % selection_group:
@@ -109,7 +110,7 @@ def bsa_attention(
     options = block_size, block_counts, window_size, selection_group, scale, normalizer
     if backend == "reference":
         if plan is not None:
-            raise ValueError(f"the reference takes no plan, got {type(plan).__name__}")
+            raise ValueError(f"plan must be None with backend='reference', got {type(plan).__name__}")
         out, indices = bsa_attention_reference(q, k, v, seq_offsets, max_seq_len, gates, *options, bias)
         return (out, indices) if return_block_indices else out
 
@@ -117,8 +118,8 @@ def bsa_attention(
     from hstu_sparse.bsa.plan import BlockPlan, make_plan, purpose_of
 
     check_kernel("bsa_attention", q, {"D": sizes["D"], "V": sizes["V"]})
-    _check_taken("bsa_attention", "block_size", block_size, launch.BLOCK_SIZES)
-    _check_taken("bsa_attention", "block_counts", block_counts, range(1, launch.MAX_BLOCK_COUNTS + 1))
+    _check_supported("bsa_attention", "block_size", block_size, launch.BLOCK_SIZES)
+    _check_supported("bsa_attention", "block_counts", block_counts, range(1, launch.MAX_BLOCK_COUNTS + 1))
     purpose = purpose_of(sizes["T"], seq_offsets, max_seq_len, block_size, bias)
     if plan is None:
         plan = make_plan(purpose, seq_offsets, bias)
@@ -149,21 +150,21 @@ def bsa_plan(
     once: Callable[[Hashable, Callable[[], Any]], Any] | None = None,
     backend: str = "auto",
 ) -> "BlockPlan | None":
-    """Compute what `bsa_attention` needs of a batch's times before it attends, for calls that share a batch.
+    """Compute the part of `bsa_attention` that depends only on a batch's offsets and times, once for several calls.
 
-    The layers of a model see one batch, so one plan serves them all, forward and backward, if their block size, N and
-    number of time buckets agree; the biases' values may differ. It takes 12 bytes a token, twice that if queries have
-    times of their own, and 2 for each tile of max(64, BS) queries and each block of a sequence of N.
+    All layers of a model can use one plan, forward and backward, if they have the same block size, N and number of time
+    buckets; the values of the bias tables may differ. A plan takes 12 bytes per token, or 24 if `query_timestamps`
+    differ, and for each tile of max(64, BS) queries 2 bytes per block of a sequence of N.
 
     Args:
-        q: [T, H, D] of one of the calls; only its shape and device are used.
+        q: [T, H, D], the tensor of one of the calls; only its shape and device are used.
         seq_offsets, max_seq_len, block_size, bias: as for `bsa_attention`; the tables' values are not read.
-        once: (key, compute) -> the result of compute() in the first call with this key: `Batch.once` of the batch that
-            the calls share. The key has everything that the plan depends on beside that batch.
+        once: a function (key, compute) that calls compute() for the first call with a key and returns that result for
+            all calls with the key: `Batch.once`. The key has everything that the plan depends on except the batch.
         backend: as for `bsa_attention`.
 
     Returns:
-        The `plan` to pass to `bsa_attention`; None for the reference, which needs none.
+        The argument `plan` of `bsa_attention`; None for the reference.
 
     Examples:
         >>> seq_offsets, x = torch.tensor([0, 64]), torch.randn(64, 2, 16)
@@ -179,19 +180,19 @@ def bsa_plan(
         return None
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
-    check_int("block_size", block_size, 1, MOST)
+    check_int("block_size", block_size, 1, MAX_SIZE)
     check_jagged(seq_offsets, max_seq_len, q=q)
     bias = check_bias(bias, max_seq_len, sizes["T"], q.device)
     from hstu_sparse.bsa.launch import BLOCK_SIZES
     from hstu_sparse.bsa.plan import make_plan, purpose_of
 
-    _check_taken("bsa_plan", "block_size", block_size, BLOCK_SIZES)
+    _check_supported("bsa_plan", "block_size", block_size, BLOCK_SIZES)
     purpose = purpose_of(sizes["T"], seq_offsets, max_seq_len, block_size, bias)
     make = lambda: make_plan(purpose, seq_offsets, bias)
     return make() if once is None else once(purpose.key, make)
 
 
-def _check_taken(function: str, name: str, value: int, supported: Sequence[int]) -> None:
+def _check_supported(function: str, name: str, value: int, supported: Sequence[int]) -> None:
     if value not in supported:
         expected = f"up to {supported[-1]}" if isinstance(supported, range) else " ".join(map(str, supported))
         raise ValueError(f"{function}: the kernels take {name} {expected}, got {value}; use backend='reference'")
@@ -205,4 +206,4 @@ def _check_gates(gates, sizes: dict[str, int], device: torch.device, window_size
         if gate is not None:
             check_tensor(name, gate, "T H", sizes, device=device)
         elif name != "g_swa" or window_size > 0:
-            raise ValueError(f"{name} is None; only g_swa may be, and only with window_size=0")
+            raise ValueError(f"{name} must be a tensor [T, H], got None; only g_swa may be None, with window_size=0")

@@ -3,8 +3,8 @@
 b(t, s) is defined in hstu_sparse/bias/relative.py. Letters: T tokens of the batch, N max_seq_len, BM queries and BN
 keys of a tile. A tile is [queries, keys], queries on its axis 0, or [keys, queries]: AXIS is the axis of the queries.
 
-The plan holds the entry (buckets.py) of each tile of queries with each chosen block: most pairs are so far apart that
-their tile is narrow. Next to the diagonal and for mean keys, each pair's bucket is looked up.
+The plan has an entry (buckets.py) for each tile of queries and block of keys. Most of them are narrow, since most tiles
+and blocks are far apart. Next to the diagonal and for mean keys, the bucket of each pair is computed.
 """
 
 from typing import NamedTuple
@@ -40,12 +40,13 @@ from hstu_sparse.tiles.assembly import look_up, scalar
 from hstu_sparse.tiles.rows import Rows
 
 _HISTOGRAM_ROWS = tl.constexpr(sums.HISTOGRAM_ROWS)
-# Zeros on both sides of the halved position table, for masked pairs: with mean keys, those of a tile of 64 or 128 whose
-# blocks of 128 tokens are in the future.
+# The number of zeros on both sides of the halved position table, which masked pairs read: a tile may have mean keys of
+# up to 128 blocks of 128 tokens in the future.
 MARGIN = 128 * 128 + 256
 # Copies of the tables' gradients, so that programs do not contend. The stride between copies of the position table's
-# is one cell less than a multiple of POSITION_COPIES: wherever a row of distances begins, there is a copy in which its
-# cell is such a multiple, and four neighbours are added at once. Consecutive queries use every fourth copy.
+# gradient is one cell less than a multiple of POSITION_COPIES. So for any first cell of a row of distances, there is a
+# copy in which its index is such a multiple, and four neighbours are added at once. Consecutive queries use every
+# fourth copy.
 POSITION_COPIES, TIME_COPIES = tl.constexpr(16), tl.constexpr(64)
 
 
@@ -63,7 +64,7 @@ class Side(NamedTuple):
 
 @triton.jit
 def position_tile(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
-    """Return the position bias of a tile, for a table that exists.
+    """Return the position bias of a tile; requires a position table.
 
     Addresses have 64 bits, and the tile's distance is one number, so that the compiler sees which neighbours read
     neighbouring addresses, and which read the same address.
@@ -144,10 +145,10 @@ def _edge_sides(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def open_gradients(tables, time_shift, SUMS: tl.constexpr):
-    """Prepare the `Gradients` of a program of consecutive queries.
+    """Return (`Gradients`, histogram) for a program of consecutive queries.
 
-    SUMS: sum in shared memory first, as integers of 21 bits, or in the histogram of `time_shift` fewer bits. What
-    leaves shared memory is fp32.
+    SUMS: sum integers in shared memory first, of 21 bits, in the time table's histogram of `time_shift` bits less. The
+    sums are added to memory in fp32.
     """
     ring, lane = 0, 0
     scale, time_scale = 1.0, 1.0

@@ -1,9 +1,9 @@
-"""Compute the blocks of keys: their means, the choice of blocks, and the inverse of that choice.
+"""Compute the means of blocks, the choice of blocks, and the inverse of that choice.
 
 Letters: T tokens of the batch, B sequences, H heads, D query/key and V value head size, BS block size, S blocks chosen
 per group, R tokens per group, NB block slots and NG group slots (see tiles/rows.py), M = H * NB lists of groups.
 
-The inverse has for each block of keys the groups that chose it, and is built on the device.
+The inverse lists, for each block of keys, the groups that chose it. It is built on the device.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from torch import Tensor
 from hstu_sparse.bsa.bias import Side, pair_tile
 from hstu_sparse.bsa.plan import entries_row
 from hstu_sparse.core.launch import cdiv, next_power_of_2, run
-from hstu_sparse.tiles.rows import load_rows, locate, numbered
+from hstu_sparse.tiles.rows import head_slot_number, load_rows, locate
 
 # Larger than any block index, so that it is sorted last. All ones, so that j ^ NO_BLOCK inverts the order of blocks.
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
@@ -64,8 +64,8 @@ def bsa_choose_fwd_kernel(
 ):  # fmt: skip
     """Choose the blocks of BG groups: scores of BC blocks at a time, merged into a running list of the P best.
 
-    The sort key is the fp32 score, its bits transformed to order as an integer, above the inverted block index: one
-    comparison suffices, and ties go to the smaller block. P is S rounded up to a power of two.
+    The high half of a sort key is the fp32 score, as an int32 of the same order, the low half the inverted block index:
+    ties go to the smaller block. P is S rounded up to a power of two.
 
     chosen: the output. plan_entries: [slots, blocks], see `BlockPlan`.
     """
@@ -102,7 +102,7 @@ def bsa_choose_fwd_kernel(
             bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             key = (bits.to(tl.int64) << 32) | (j ^ NO_BLOCK)[None, :].to(tl.int64)
             key = tl.where(j[None, :] < group_block[:, None], key, NO_KEY)
-            # Both lists descend: with one of them reversed, the larger of each pair are the P best, in bitonic order.
+            # Both lists descend. With one of them reversed, the elementwise maxima are the P best, in bitonic order.
             best = tl.maximum(best, tl.flip(tl.topk(key, P), 1))
             best = tl.bitonic_merge(best, descending=True)
 
@@ -125,10 +125,10 @@ def bsa_choose_fwd_kernel(
 def past_choices(
     indices, offsets, NB, together, H, B, S, BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """Return the choices of the program's BG groups of one head other than their own blocks, [BG, P] each.
+    """Return the past blocks that the program's BG groups chose for one head, without their own blocks, [BG, P] each.
 
-    Returns (indices into [NG, H, S], lists of the chosen blocks, the mask of valid ones, the groups' first tokens [BG,
-    1]). P is S rounded up to a power of two.
+    Returns (indices into [NG, H, S], lists of the chosen blocks, mask of valid ones, first tokens of the groups
+    [BG, 1]). P is S rounded up to a power of two.
     """
     tile, h = tl.program_id(0), tl.program_id(1)
     b, start, length, i = locate(offsets, tile, B, BG * R)
@@ -138,7 +138,7 @@ def past_choices(
     place = ((start // R + b + group)[:, None] * H + h) * S + p
     past = (group[:, None] * R < length) & (p < S - 1) & (p < group_block)
     j = tl.load(indices + place, mask=past, other=0)
-    block_list = numbered(h, start // BS + b + j, NB, H, together)
+    block_list = head_slot_number(h, start // BS + b + j, NB, H, together)
     return place, block_list, past, (start + group[:, None] * R).to(tl.int32)
 
 
@@ -158,7 +158,7 @@ def bsa_fill_kernel(
     indices, offsets, ranks, list_start, lists, entries, list_entries, NB, together, H, B, S,
     BS: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Write each group's first token into the lists of the blocks that it chose; with a time bias also its entries."""
+    """Write each group's first token, and with a time bias its entries, to the lists of the blocks that it chose."""
     place, block_list, past, token = past_choices(indices, offsets, NB, together, H, B, S, BS, R, BG, P)
     target = tl.load(list_start + block_list, mask=past, other=0) + tl.load(ranks + place, mask=past, other=0)
     tl.store(lists + target, tl.broadcast_to(token, target.shape), mask=past)
@@ -182,18 +182,18 @@ class ListPointers(NamedTuple):
 class Lists:
     """The inverted choice: for each block the first tokens of the groups that chose it, in chunks of entries.
 
-    With `turns` > 1 there is one set of M lists per slot of the choice; within one turn no group appears twice.
+    With `rounds` > 1 there is a set of M lists for each slot of the choice, so that no group appears twice in a round.
     """
 
     tokens: Tensor  # [entries] int32
     entries: Tensor | None  # [entries] int16, with a time bias: see `BlockPlan`
-    start: Tensor  # [turns * M + 1] int32, first entry of each list
-    chunk_start: Tensor  # [turns * M + 1], first chunk of each list
-    part_start: Tensor  # [turns * M + 1], first partial result of each list with several chunks
-    chunk_list: Tensor  # the list of each chunk, past the last chunk any
+    start: Tensor  # [rounds * M + 1] int32, first entry of each list
+    chunk_start: Tensor  # [rounds * M + 1], first chunk of each list
+    part_start: Tensor  # [rounds * M + 1], first partial result of each list with several chunks
+    chunk_list: Tensor  # the list of each chunk; arbitrary past the last chunk
     chunk: int  # entries per chunk
-    turns: int
-    chunks_per_turn: int
+    rounds: int
+    chunks_per_round: int
     max_parts: int
 
     def pointers(self) -> ListPointers:
@@ -215,13 +215,13 @@ def invert(p, chosen: tuple[Tensor, Tensor | None], chunk_rows: int, *, by_slot:
     indices, entries = chosen
     int32 = dict(dtype=torch.int32, device=indices.device)
     M = p.H * p.NB
-    turns = p.S - 1 if by_slot else 1
-    most = p.NG * p.H * max(p.S - 1, 0)  # upper bound of entries: the group's own block is in no list
+    rounds = p.S - 1 if by_slot else 1
+    max_entries = p.NG * p.H * max(p.S - 1, 0)  # the group's own block is in no list
     if stable:
         tokens, start, list_entries = _sorted_lists(p, indices, entries, by_slot)
         counts = start.diff()
     else:
-        tokens = torch.empty(max(most, 1), **int32)
+        tokens = torch.empty(max(max_entries, 1), **int32)
         counts = torch.zeros(M, **int32)
         list_entries = None if entries is None else torch.empty_like(tokens, dtype=torch.int16)
         ranks = torch.empty_like(indices)
@@ -233,10 +233,10 @@ def invert(p, chosen: tuple[Tensor, Tensor | None], chunk_rows: int, *, by_slot:
             p.NB, p.blocks_together, p.H, p.B, p.S, **shape,
         )  # fmt: skip
     chunk = max(1, chunk_rows // p.R)
-    # Entries, chunks of each list (at least one), and partial results, which only lists of several chunks have. Rows of
-    # a multiple of 16 bytes, since Triton compiles a kernel again when a pointer's alignment changes.
+    # For each list the entries, the chunks (at least one), and the partial results, which only lists of several chunks
+    # have. Rows are multiples of 16 bytes, since Triton recompiles a kernel when a pointer's alignment changes.
     chunks = torch.clamp((counts + (chunk - 1)) // chunk, min=1)
-    sums = torch.zeros(3, cdiv(turns * M + 1, 4) * 4, **int32)[:, : turns * M + 1]
+    sums = torch.zeros(3, cdiv(rounds * M + 1, 4) * 4, **int32)[:, : rounds * M + 1]
     torch.cumsum(torch.stack([counts, chunks, chunks * (chunks > 1)]), 1, dtype=torch.int32, out=sums[:, 1:])
     start, chunk_start, part_start = sums
     if not stable:
@@ -244,13 +244,13 @@ def invert(p, chosen: tuple[Tensor, Tensor | None], chunk_rows: int, *, by_slot:
             bsa_fill_kernel, grid, indices, p.offsets, ranks, start, tokens, entries, list_entries,
             p.NB, p.blocks_together, p.H, p.B, p.S, **shape,
         )  # fmt: skip
-    limit = most // chunk + turns * M
+    limit = max_entries // chunk + rounds * M
     chunk_list = torch.searchsorted(chunk_start, torch.arange(limit, **int32), right=True, out_int32=True) - 1
-    per_turn = limit if turns == 1 else p.NG * p.H // chunk + M
+    per_round = limit if rounds == 1 else p.NG * p.H // chunk + M
     # A list of n > chunk entries has at most n / chunk + 1 <= 2 n / chunk chunks.
     return Lists(
-        tokens, list_entries, start, chunk_start, part_start, chunk_list, chunk, turns,
-        per_turn, 2 * most // chunk + 1,
+        tokens, list_entries, start, chunk_start, part_start, chunk_list, chunk, rounds,
+        per_round, 2 * max_entries // chunk + 1,
     )  # fmt: skip
 
 
@@ -263,15 +263,15 @@ def _sorted_lists(p, indices: Tensor, entries: Tensor | None, by_slot: bool):
     sequence = torch.searchsorted(first_slot, slot, right=True) - 1
     group = slot - first_slot[sequence]
     head, place = torch.arange(p.H, device=device)[:, None], torch.arange(p.S, device=device)
-    turns = p.S - 1 if by_slot else 1
+    rounds = p.S - 1 if by_slot else 1
     block = (begin // p.BS + torch.arange(p.B, device=device))[sequence, None, None] + indices
-    first = block // p.blocks_together * p.blocks_together  # `numbered`, tiles/rows.py
+    first = block // p.blocks_together * p.blocks_together  # `head_slot_number`, tiles/rows.py
     key = first * p.H + head * (p.NB - first).clamp(max=p.blocks_together) + block - first
     if by_slot:
         key += place * M
     past = (indices >= 0) & (indices < (group * p.R // p.BS)[:, None, None])
-    key = torch.where(past, key, turns * M).int().flatten()
+    key = torch.where(past, key, rounds * M).int().flatten()
     key, order = key.sort(stable=True)
     tokens = (begin[sequence] + group * p.R).int()[order // (p.H * p.S)]
-    start = torch.searchsorted(key, torch.arange(turns * M + 1, dtype=torch.int32, device=device), out_int32=True)
+    start = torch.searchsorted(key, torch.arange(rounds * M + 1, dtype=torch.int32, device=device), out_int32=True)
     return tokens, start, None if entries is None else entries.flatten()[order]

@@ -1,9 +1,8 @@
 """Define key-major kernels: a program has a block of keys and iterates over the queries that chose it, or that see it.
 
-The choice is inverted first (blocks.py): for each list, of a head and a block slot (`numbered`), the first
-tokens of the groups that chose the block. A list is processed in chunks, so that a block which nearly all queries chose
-does not delay the others. A chosen block other than the group's own is complete and in the past, so that its tiles need
-no mask.
+blocks.py inverts the choice: it makes a list for each head and block slot (`head_slot_number`), of the first tokens of
+the groups that chose the block. A list is processed in chunks, so that a block chosen by nearly all queries does not
+delay the others. Listed blocks are complete and in the past, so that their tiles need no mask.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per group, R tokens per group, NB block slots, BM queries and BN keys of a tile.
@@ -175,7 +174,7 @@ def bsa_select_bwd_dq_kernel(
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of q and of the selection gate alone, which the deterministic mode adds up slot by slot."""
+    """Add a chunk's part to the gradients of q and the selection gate; in deterministic mode, slot by slot."""
     scale, inv_n, H = call.scale, call.inv_n, call.H
     block = find_listed_block(lists, offsets, m_first, NB, together, H, B, BS, R)
     if block.rows <= 0:
@@ -210,7 +209,7 @@ def bsa_select_bwd_dq_kernel(
 
 @triton.jit
 def key_step(dk, dv, keys, values, queries, upstream, gate, scale, biases, FAST: tl.constexpr, PRECISION: tl.constexpr):
-    """Add one tile of queries to dk, dv; everything is transposed, keys first. `gate` is [1, BM] or [BN, BM].
+    """Add one tile of queries to dk and dv; tiles are transposed, keys first. `gate` is [1, BM] or [BN, BM].
 
     biases: half the biases, [BN, BM]. Also returns the scores' gradient [BN, BM] and weight * (do.v), whose sums are
     the gates' gradients.
@@ -269,8 +268,8 @@ def bsa_select_bwd_dkv_kernel(
     # Only the first chunk has queries of the block itself.
     first = (block.begin + offset) // BM * BM
     end = tl.where(chunk == 0, tl.minimum(end, length), first)
-    # query_major.py explains the conditions. With DQ and no bias they differ: there, products that run side by side
-    # would need more registers than there are.
+    # query_major.py explains the conditions. With DQ and no bias they differ, since overlapping products would need too
+    # many registers.
     APART: tl.constexpr = DQ and bias.position is None and bias.time is None
     inside = first < end
     if APART:
@@ -371,7 +370,7 @@ def bsa_compress_bwd_dkv_kernel(
     BN: tl.constexpr, ATOMIC: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of BN mean keys and values from every later query; grid axis 2 divides the queries in turn.
+    """Compute the gradient of BN mean keys and values from every later query, which programs of grid axis 2 share.
 
     gates: by head. gradients: `KeyGradients`.
     """

@@ -4,9 +4,9 @@ Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key
 size, S blocks chosen per group, R tokens per group, NB block slots and NG group slots (see tiles/rows.py), M = H
 * NB lists of groups.
 
-There are two layouts. If a group fills a tile of queries (R >= QUERY_MAJOR), the output and dq are query-major
-throughout. For smaller groups the query-major kernel computes all but the chosen past blocks, and the key-major kernel
-adds those to its result by fp32 atomics. dk and dv are key-major in both, with one program for each block.
+If a group fills a tile of queries (R >= QUERY_MAJOR), query-major kernels compute the whole output and dq. For smaller
+groups they compute all but the chosen past blocks, whose part the key-major kernels add by fp32 atomics. dk and dv are
+always computed by key-major kernels, with one program for each block.
 
 In deterministic mode (torch.use_deterministic_algorithms) the lists come from a stable sort instead of atomic counters,
 and for small groups the choice is processed slot by slot, so that no two programs of a launch add to one row.
@@ -51,7 +51,7 @@ class Chosen(NamedTuple):
 class Gates(NamedTuple):
     """The gates or their gradients, see the public function: [T, H], or by head [H, at least T and a tile] fp32.
 
-    Without a window `swa` is another one that is not read.
+    Without a window `swa` is another gate, which is not read.
     """
 
     cmp: Any
@@ -171,13 +171,13 @@ def padded(a: Arguments) -> Arguments:
     return a._replace(q=q, k=k, v=v)
 
 
-def cut(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Return [..., size] of padded heads, contiguous."""
+def unpad(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return the first `size` channels of padded heads, contiguous."""
     return x[..., :size].to(dtype).contiguous()
 
 
 class Problem:
-    """The values that both directions derive from the arguments of a call."""
+    """The values that the forward and backward launches derive from a call's arguments."""
 
     def __init__(self, a: Arguments):
         q, v, group = a.q, a.v, a.selection_group
@@ -194,7 +194,7 @@ class Problem:
         self.blocks_together = self.together(self.BS, self.NB)
         self.biased = a.position is not None or a.time is not None
         self.split = q.dtype != torch.float32
-        self.tiled_by = (
+        self.config_arguments = (
             q.dtype, max(self.BD, self.BV), a.block_size, group, launch.architecture(q.device), self.biased
         )  # fmt: skip
         self.heads = dict(D=self.D, V=self.V, BD=self.BD, BV=self.BV)
@@ -211,29 +211,30 @@ class Problem:
         )  # fmt: skip
 
     def shifts(self, tile: int) -> tuple[int, int]:
-        """Return the number of bits, of 21, that a term in the time table's histogram drops so that no cell's sum
-        exceeds 32 bits: for keys, and for mean keys. A cell gets a 32th of the pairs of a tile.
+        """Return the bits that terms of the time table's histogram are shifted by: (for keys, for mean keys).
+
+        Terms have 21 bits, and a cell gets 1/32 of the pairs of a tile. Its sum must fit into 32 bits.
         """
         keys = (self.S - 1) * self.BS if self.query_major else 0
         keys += 2 * tile + self.BS + (self.window + tile if self.window else 0)
         terms = (min(keys, self.max_seq_len + 2 * tile), self.max_seq_len // self.BS + tile)
-        of_keys, of_means = (max(0, (tile * x // 32 + 1).bit_length() - 10) for x in terms)
-        return of_keys, of_means
+        keys_shift, means_shift = (max(0, (tile * x // 32 + 1).bit_length() - 10) for x in terms)
+        return keys_shift, means_shift
 
     def slots(self, size: int) -> int:
         return self.T // size + self.B
 
     def together(self, size: int, slots: int) -> int:
-        """Return the number of slots of `size` tokens, about a sequence's, that heads take in turn, for the cache."""
+        """Return how many slots, about a sequence's, one head processes before the next head, to reuse the L2 cache."""
         return min(slots, self.max_seq_len // size + 1)
 
     def tiles_together(self, size: int, slots: int) -> int:
-        """Return the same for tiles of queries: few, if all heads' keys of a sequence fit a small part of the L2."""
+        """Return `together` for tiles of queries: few, if all heads' keys of a sequence fit into a part of the L2."""
         fits_l2 = self.max_seq_len * self.H * (self.D + self.V) * 2 <= 2**24
         return min(slots, 4) if fits_l2 else self.together(size, slots)
 
     def config(self, kernel: str) -> LaunchConfig:
-        return tile_config(kernel, *self.tiled_by)
+        return tile_config(kernel, *self.config_arguments)
 
     def tma(self, rows: int, *tensors: Tensor) -> list | None:
         """Return descriptors over [T, H * size] for the tensor memory accelerator, in tiles of `rows` rows of one head.
@@ -256,7 +257,7 @@ class Problem:
         return ([k, v, kbar, vbar], False) if descriptors is None else (descriptors, True)
 
     def group_tile(self) -> int:
-        """Return the number of groups per program: fewer if groups are long, and therefore few in all."""
+        """Return the number of groups per program: smaller for long groups, since there are few of them."""
         return 64 if self.R < 8 else 16
 
 
@@ -266,13 +267,13 @@ def new_entries(a: Arguments, indices: Tensor) -> Tensor:
 
 
 def contiguous_gates(a: Arguments) -> Gates:
-    """Return contiguous gates; without a window, another gate stands for the window's and is never read."""
+    """Return contiguous gates; without a window, another gate replaces the window's, which is not read."""
     g_cmp, g_slc = a.g_cmp.contiguous(), a.g_slc.contiguous()
     return Gates(g_cmp, g_slc, g_slc if a.g_swa is None else a.g_swa.contiguous())
 
 
 def gates_by_head(p: Problem, gates: Sequence[Tensor]) -> Gates:
-    """Return gates as [H, T and more] fp32, whose tiles of consecutive tokens key-major kernels read contiguously."""
+    """Return gates as [H, at least T] fp32, in which the tokens of a tile are contiguous, for key-major kernels."""
     by_head = torch.empty(len(gates), p.H, cdiv(p.T, 16) * 16 + 128, dtype=torch.float32, device=gates[0].device)
     for rows, gate in zip(by_head, gates):
         rows[:, : p.T] = gate.t()
@@ -280,8 +281,10 @@ def gates_by_head(p: Problem, gates: Sequence[Tensor]) -> Gates:
 
 
 def launch_forward(*arguments):
-    """Return (output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], the
-    halved tables, and with a time bias the plan's entries of the chosen blocks [NG, H, S] int16).
+    """Run the forward pass.
+
+    Returns (output [T, H, V], block indices [NG, H, S] int32, mean keys [NB, H, D], mean values [NB, H, V], halved
+    tables, the plan's entries of the chosen blocks [NG, H, S] int16, empty without a time bias).
     """
     a, value_size = padded(Arguments(*arguments)), arguments[2].shape[2]
     p, q, k, v = Problem(a), a.q, a.k, a.v
@@ -326,14 +329,14 @@ def launch_forward(*arguments):
     )  # fmt: skip
     if not p.query_major and p.S > 1:
         lists = invert(p, chosen, 2 * p.S * p.BS, by_slot=p.deterministic, stable=p.deterministic)
-        for turn in range(lists.turns):
+        for number in range(lists.rounds):
             run(
-                key_major.bsa_select_fwd_kernel, (lists.chunks_per_turn,),
-                q, k, v, gates.slc, out, p.offsets, lists.pointers(), bias, strides, p.call, turn * p.H * p.NB, p.NB,
+                key_major.bsa_select_fwd_kernel, (lists.chunks_per_round,),
+                q, k, v, gates.slc, out, p.offsets, lists.pointers(), bias, strides, p.call, number * p.H * p.NB, p.NB,
                 p.blocks_together, p.B,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, ATOMIC=not p.deterministic, **p.config("select_fwd"),
             )  # fmt: skip
-    return cut(out, value_size, q.dtype), indices, kbar, vbar, halves, entries
+    return unpad(out, value_size, q.dtype), indices, kbar, vbar, halves, entries
 
 
 def fake_forward(*arguments):
@@ -360,7 +363,7 @@ def launch_backward(do, *arguments):
     gates, strides = contiguous_gates(a), Strides.of(q, k, v, do)
     bias = a.tables.kernel_bias(halves, *BlockPlan.from_flat(a.plan)[:2])
     chosen = Chosen(indices, None if a.time is None else entries)
-    # The number of terms in a table's gradient; the compression contributes BS for each pair.
+    # A bound of the terms of a table's gradient; the compression adds BS terms for each pair.
     terms = p.T * p.H * (p.S * p.BS + p.max_seq_len + min(p.window, p.max_seq_len))
     sums = table_sums(RelativeBias(a.position, a.time), do, v, present_gates, terms, p.deterministic)
     tables = sums.arguments
@@ -386,7 +389,7 @@ def launch_backward(do, *arguments):
     dkbar, dvbar = torch.zeros(p.NB, p.H, p.D, **fp32), torch.zeros(p.NB, p.H, p.V, **fp32)
     key_gradients = KeyGradients(dkbar, dvbar, None, None, None)
     config = p.config("compress_dkv")
-    # Enough programs for the earliest blocks, which nearly every query sees; one each if the order must be fixed.
+    # Several programs for each tile of blocks, since nearly every query sees the earliest ones; one if deterministic.
     splits = 1 if p.deterministic else min(16, cdiv(p.max_seq_len, 2048))
     described = p.tma(config.BM, do, q)
     run(
@@ -406,7 +409,7 @@ def launch_backward(do, *arguments):
     config = p.config("select_dkv")
     described = p.tma(config.BM, do, q) if config.BM <= p.R else None
     run(
-        key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_turn, p.BS // config.BN),
+        key_major.bsa_select_bwd_dkv_kernel, (lists.chunks_per_round, p.BS // config.BN),
         *(described or (do, q)), k, v, by_head, by_head.slc.stride(0), KeyGradients(dkbar, dvbar, dk, dv, parts), dq,
         dgates.slc, p.offsets, lists.pointers(), bias, TableGradients() if p.query_major else tables, strides, p.call,
         p.NB, p.blocks_together, p.B,
@@ -422,18 +425,18 @@ def launch_backward(do, *arguments):
 
     if not p.query_major and p.deterministic and p.S > 1:
         lists = invert(p, chosen, 2 * p.S * p.BS, by_slot=True, stable=True)
-        for turn in range(lists.turns):
+        for number in range(lists.rounds):
             run(
-                key_major.bsa_select_bwd_dq_kernel, (lists.chunks_per_turn,),
+                key_major.bsa_select_bwd_dq_kernel, (lists.chunks_per_round,),
                 do, q, k, v, gates.slc, dq, dgates.slc, p.offsets, lists.pointers(), bias, strides, p.call,
-                turn * p.H * p.NB, p.NB, p.blocks_together, p.B,
+                number * p.H * p.NB, p.NB, p.blocks_together, p.B,
                 **p.heads, **p.numeric, BS=p.BS, R=p.R, **p.config("select_dq"),
             )  # fmt: skip
-    gradients = [cut(d, x.shape[2], x.dtype) for d, x in zip((dq, dk, dv), unpadded[:3])]
+    gradients = [unpad(d, x.shape[2], x.dtype) for d, x in zip((dq, dk, dv), unpadded[:3])]
     gradients += [d.to(g.dtype) for d, g in zip(dgates, present_gates)]
     if p.biased:
         factor = p.call.inv_n
-        if norms is not None:  # if a norm is not a number, the sums must be NaN too
+        if norms is not None:  # if a norm is not finite, the gradients must be NaN
             factor = torch.where(norms.prod().isfinite(), p.call.inv_n, float("nan"))
         gradients += sums.gradients(factor)
     return gradients

@@ -1,4 +1,4 @@
-"""Compute what the block-sparse kernels need of a batch's times: once a batch, shared by its layers.
+"""Plan the block-sparse kernels' look-ups of time buckets for a batch, once for all layers.
 
 Letters: T tokens of the batch, B sequences, BS block size. tiles/rows.py explains the slots of blocks and tiles.
 """
@@ -25,14 +25,14 @@ from hstu_sparse.core.registration import register_preparation
 from hstu_sparse.tiles.assembly import proven
 from hstu_sparse.tiles.rows import locate
 
-# Tokens of the plan's tiles of queries, unless blocks are longer: no group of queries lies in two tiles.
-LEAST_TILE = tl.constexpr(64)
-# Blocks that a program processes side by side.
+# Queries of a plan's tile; BS if blocks are longer, so that no group of queries lies in two tiles.
+MIN_TILE = tl.constexpr(64)
+# Blocks that a program processes at a time.
 _CHUNK = 16
 
 
 class Purpose(NamedTuple):
-    """The arguments that a plan depends on; with another value of any of these it does not fit."""
+    """The properties of a call that its plan depends on."""
 
     total: int
     num_seqs: int
@@ -43,7 +43,7 @@ class Purpose(NamedTuple):
 
     @property
     def key(self) -> tuple:
-        """Return the values by which plans of one batch differ."""
+        """Return the key that distinguishes the plans of one batch."""
         return "bsa_plan", *self._replace(total=0, num_seqs=0)
 
 
@@ -51,7 +51,7 @@ class BlockPlan(NamedTuple):
     """The result of `bsa_plan`; empty without a time bias.
 
     keys, queries  the times of keys and queries
-    entries        [slots, at least N / BS] int16: the `tile_entry` of a tile of max(BS, LEAST_TILE) queries and a block
+    entries        [slots, at least N / BS] int16: the `tile_entry` of a tile of max(BS, MIN_TILE) queries and a block
                    of keys, -1 also if either spans 2^24 seconds or more
     """
 
@@ -72,13 +72,13 @@ class BlockPlan(NamedTuple):
 
 def tile_size(block_size: int) -> int:
     """Return the number of queries in a tile of the plan."""
-    return max(block_size, LEAST_TILE.value)
+    return max(block_size, MIN_TILE.value)
 
 
 @triton.jit
 def entries_row(start, b, begin, BS: tl.constexpr):
     """Return the row of the plan's entries for queries from position `begin` of sequence b, which begins at `start`."""
-    SIZE: tl.constexpr = BS if BS > LEAST_TILE else LEAST_TILE
+    SIZE: tl.constexpr = BS if BS > MIN_TILE else MIN_TILE
     return (start // SIZE + b + begin // SIZE).to(tl.int64)
 
 
@@ -143,7 +143,7 @@ def purpose_of(
 
 
 def make_plan(purpose: Purpose, seq_offsets: torch.Tensor, bias: RelativeBias) -> BlockPlan:
-    """Do the work of `bsa_plan` for checked arguments."""
+    """Compute `bsa_plan` for checked arguments."""
     if purpose.num_buckets is None:
         return BlockPlan(purpose)
     keys, queries = split_times(seq_offsets, *bias[2:])

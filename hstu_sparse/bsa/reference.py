@@ -16,7 +16,7 @@ from hstu_sparse.bias.relative import RelativeBias, pair_bias
 from hstu_sparse.core.jagged import longest_sequence, masked_product
 from hstu_sparse.core.precision import widened
 
-USUAL_BLOCK = 128
+MAX_BLOCK = 128
 
 
 def bsa_attention_reference(
@@ -38,7 +38,7 @@ def bsa_attention_reference(
     """Return (output [T, H, V], block indices [T, H, S] int32) of `bsa_attention`; indices have no gradient.
 
     bias: the result of `check_bias`, or None.
-    block_indices: replaces the choice, so that two dtypes can be compared even if rounding would decide a close choice.
+    block_indices: replaces the choice, so that rounding cannot change it where two dtypes are compared.
     """
     bias = RelativeBias() if bias is None else bias
     normalizer = max_seq_len if normalizer is None else normalizer
@@ -55,10 +55,10 @@ def bsa_attention_reference(
     lengths = seq_offsets.diff().long()
     batch, longest = len(lengths), longest_sequence(seq_offsets, min(max_seq_len, tokens))
     blocks = -(-longest // block_size)
-    width, enough = block_size, max(longest, USUAL_BLOCK)
-    if width > enough:  # one block longer than every sequence: lay it out in as many groups as the sequences have
-        selection_group = min(selection_group, enough)
-        width = -(-enough // selection_group) * selection_group
+    width, limit = block_size, max(longest, MAX_BLOCK)
+    if width > limit:  # one block, longer than every sequence: pad it to whole groups only
+        selection_group = min(selection_group, limit)
+        width = -(-limit // selection_group) * selection_group
     padded_len = blocks * width
     sequence = torch.arange(batch, device=q.device).repeat_interleave(lengths, output_size=tokens)
     row = sequence * padded_len + torch.arange(tokens, device=q.device) - seq_offsets.long()[sequence]
@@ -73,7 +73,7 @@ def bsa_attention_reference(
     q, k, v = pad(q), pad(k), pad(v)
     g_cmp, g_slc, g_swa = (None if g is None else pad(g.unsqueeze(-1)) for g in gates)
 
-    # Means over the tokens that a block really has: the padding adds nothing to the sum. [B, H, M, D] and [B, H, M, V]
+    # Means over a block's tokens; the padding adds nothing to the sums. [B, H, M, D] and [B, H, M, V]
     first = torch.arange(blocks, device=q.device) * block_size
     size = (lengths[:, None] - first).clamp(1, block_size)[:, None, :, None].to(q.dtype)
     kbar = k.unflatten(2, (blocks, width)).sum(3) / size
@@ -85,16 +85,16 @@ def bsa_attention_reference(
         query_times, key_times = (x.new_zeros(batch * padded_len).index_copy(0, row, x) for x in bias[3:1:-1])
         query_times, key_times = query_times.view(batch, padded_len, 1), key_times.view(batch, 1, padded_len)
 
-    def bias_of(places: Tensor) -> Tensor | float:
+    def bias_at(places: Tensor) -> Tensor | float:
         """Return b of all queries and of keys at the `places` [X] of their sequence: [L, X], [B, 1, L, X], or 0."""
         places = places.clamp(max=padded_len - 1)  # a block beyond every sequence is never complete
         distance = (t[:, None] - places).clamp(max=max_seq_len - 1)  # greater only behind a sequence's end
         biases = pair_bias(bias, distance, query_times, None if key_times is None else key_times[..., places])
         return biases.unsqueeze(1) if key_times is not None else biases
 
-    # Compression over the complete past blocks, each standing for its BS tokens.
+    # Compression: the complete past blocks, each with the weight of its BS tokens.
     complete = first + block_size <= t[:, None] + 1  # [L, M]
-    added = bias_of(first + block_size // 2)
+    added = bias_at(first + block_size // 2)
     weights = F.silu(scale * (q @ kbar.mT) + added).to(q.dtype).masked_fill(~complete, 0)
     out = g_cmp * masked_product(weights, vbar, ~complete) * (block_size / normalizer)
 
@@ -111,7 +111,7 @@ def bsa_attention_reference(
         chosen = chosen.scatter(-1, places.where(places >= 0, blocks), True)[..., :blocks]
 
     # Selection and window share the token scores.
-    weights = F.silu(scale * (q @ k.mT) + bias_of(t)).to(q.dtype)
+    weights = F.silu(scale * (q @ k.mT) + bias_at(t)).to(q.dtype)
     after = t > t[:, None]
     hidden = after | ~chosen.repeat_interleave(width, 3)
     out = out + g_slc * masked_product(weights.masked_fill(hidden, 0), v, hidden) / normalizer
@@ -134,7 +134,7 @@ def choose_blocks(
     scores = F.silu(scale * (q[:, :, ::group] @ kbar.mT) + added)
     blocks = torch.arange(kbar.shape[2], device=q.device)
     group_block = torch.arange(scores.shape[2], device=q.device)[:, None] * group // block_size
-    # Every block before the own block is complete, and no later block can be.
+    # The complete blocks are those before the group's own block.
     scores = scores.masked_fill(blocks >= group_block, -torch.inf)
     # A stable sort preserves the order of blocks with equal scores.
     best, order = scores.sort(dim=-1, descending=True, stable=True)

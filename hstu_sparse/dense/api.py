@@ -1,4 +1,4 @@
-"""Dense HSTU attention over jagged tensors: the public functions, their validation, the choice of implementation.
+"""Dense HSTU attention over jagged tensors: public functions, validation, choice of the backend.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 """
@@ -46,11 +46,13 @@ def hstu_attention(
 
         o[t] = (1/N) * sum over visible s of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
 
-    Token t sees s <= t of its own sequence; with `window_size` W > 0 only t - s < W. With `num_targets` the last m_b
-    tokens of sequence b are candidates: a candidate sees the history before all candidates, and itself; in window and
-    bias it counts as standing at the first candidate's position. With `num_context` the first c_b tokens are context,
-    as features of a user: they see one another, every other token sees them whatever the window, and they have position
-    0, the first event position 1.
+    Token t sees s <= t of its own sequence; with `window_size` W > 0 only t - s < W.
+
+    With `num_targets` the last m_b tokens of sequence b are candidates. A candidate sees itself and the history, which
+    are the tokens before all candidates; for window and bias all candidates have the first candidate's position.
+
+    With `num_context` the first c_b tokens are context, such as a user's features. They see one another, and all other
+    tokens see them regardless of the window. They have position 0; the first event has position 1.
 
     Args:
         q, k: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
@@ -59,26 +61,26 @@ def hstu_attention(
         max_seq_len: N, at least the longest sequence.
         scale: factor of the scores, D ** -0.5 by default.
         normalizer: a finite number above 0 in place of N in the factor 1/N; `max_seq_len` by default.
-        num_targets: [B] int32 or int64, candidates at each sequence's end, 0 <= m_b <= n_b.
-        target_group_size: G. Candidates form groups of G, the last one maybe smaller: a candidate sees also those
-            before it in its group, and each group counts as standing directly behind the history.
-        num_context: [B] int32 or int64, context tokens at each sequence's begin, 0 <= c_b <= n_b - m_b. Their time,
-            also as queries, is that of the first event; they count in N.
-        context_sees_all: context tokens also see the whole history, whatever the window, with distance 0 in the
+        num_targets: [B] int32 or int64, the number of candidates at each sequence's end, 0 <= m_b <= n_b.
+        target_group_size: G. Candidates form groups of G; the last group may be smaller. A candidate also sees the
+            earlier candidates of its group, and the positions of every group follow those of the history.
+        num_context: [B] int32 or int64, the number of context tokens at each sequence's begin, 0 <= c_b <= n_b - m_b.
+            As queries and as keys they have the first event's time. They count towards N.
+        context_sees_all: context tokens also see the whole history, regardless of the window, with distance 0 in the
             position bias.
-        window_size: W in tokens, 0 for none.
-        full_attention_prefix: the number of events behind the context that are seen whatever the window.
+        window_size: W in tokens; 0 for no window.
+        full_attention_prefix: the number of events after the context that later tokens see regardless of the window.
         bias: b(t, s) by relative position and time, see `RelativeBias`; its tables get gradients.
-        plan: what `attention_plan` computed for the same batch, window and bias; without one it is computed here.
-            On a CPU, and elsewhere under HSTU_SPARSE_DEBUG, one of another batch is refused.
-        backend: "triton", "reference", "hopper" or "auto". "hopper": by kernels for sm_90, which take fp16 and bf16
-            heads with D = V = 64, 128 or 256, no bias, context, prefix, or groups above 1. "auto": reference for CPU
-            tensors, hopper for what it takes if sequences have at least 1,024 tokens on average, triton for other
-            CUDA tensors.
+        plan: the result of `attention_plan` for the same batch, mask and bias; computed here if absent. A plan of
+            another batch is an error on a CPU, and on a GPU if HSTU_SPARSE_DEBUG is set.
+        backend: "triton", "reference", "hopper" or "auto". "hopper" has kernels for sm_90, for fp16 and bf16 heads with
+            D = V = 64, 128 or 256, without bias, context, prefix and groups above 1. "auto" chooses the reference for
+            CPU tensors; for CUDA tensors hopper, if it supports the call and sequences have at least 1,024 tokens on
+            average, otherwise triton.
 
     Returns:
         [T, H, V], dtype of q. Gradients flow to q, k, v and both tables. On CUDA they are the same bits in every run,
-        except the tables' in fp32, whose last bits depend on the order of additions.
+        except for the tables with fp32 inputs, where the last bits depend on the order of additions.
 
     Examples:
         >>> seq_offsets = torch.tensor([0, 2, 5])  # two sequences, of 2 and 3 tokens
@@ -86,11 +88,11 @@ def hstu_attention(
         >>> v = torch.ones(5, 1, 4)
         >>> bias = hstu_sparse.RelativeBias(position=torch.full((3,), 2.0))
         >>> out = hstu_sparse.hstu_attention(q, k, v, seq_offsets, max_seq_len=3, normalizer=1.0, bias=bias)
-        >>> out[:, 0, 0]  # SiLU(2) for each token that is seen
+        >>> out[:, 0, 0]  # SiLU(2) times the number of visible tokens
         tensor([1.7616, 3.5232, 1.7616, 3.5232, 5.2848])
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: with the expected and the actual value.
 
     Source: Zhai et al., Actions Speak Louder than Words, ICML 2024, section 3.2 (arXiv 2402.17152); context: Meta's
     generative-recommenders; groups of candidates: NVIDIA's recsys-examples.
@@ -105,7 +107,7 @@ def hstu_attention(
     )
     if backend == "reference":
         if plan is not None:
-            raise ValueError(f"a plan is for the kernels, the reference takes none, got {type(plan).__name__}")
+            raise ValueError(f"plan must be None with backend='reference', got {type(plan).__name__}")
         return hstu_attention_reference(q, k, v, seq_offsets, scale=scale, normalizer=normalizer, mask=mask, bias=bias)
     check_kernel("hstu_attention", q, {"D": sizes["D"], "V": sizes["V"]})
     if hopper:
@@ -140,21 +142,21 @@ def attention_plan(
 ) -> "AttentionPlan | None":
     """Compute the part of `hstu_attention` that depends only on a batch's offsets and times, once for several calls.
 
-    The layers of a model see one batch, so one plan serves them all, forward and backward, as long as their dtype, head
-    sizes, N, mask, kinds of biases and number of time buckets agree; the biases' values may differ. With
-    a time bias it holds the buckets of a token's nearest neighbours, a byte each: about 1 KB a token for both passes.
+    All layers of a model can use one plan, forward and backward, if they have the same dtype, head sizes, N, mask,
+    kinds of bias and number of time buckets; the values of the bias tables may differ. With a time bias the plan holds
+    the time buckets of each token's nearest neighbours, about 1 KB per token for both passes.
 
     Args:
-        q, v: of one of the calls; only their shapes, dtype and device are looked at.
+        q, v: tensors of one of the calls; only their shapes, dtype and device are used.
         seq_offsets, max_seq_len, num_targets, target_group_size, num_context: as for `hstu_attention`.
         context_sees_all, window_size, full_attention_prefix, bias: as for `hstu_attention`.
-        once: (key, compute) -> what compute() gave for the first call with this key: `Batch.once` of the batch that the
-            calls share. The key is all that the plan depends on beside that batch.
+        once: a function (key, compute) that calls compute() for the first call with a key and returns that result for
+            all calls with the key: `Batch.once`. The key has everything that the plan depends on except the batch.
         backend: as for `hstu_attention`.
 
     Returns:
-        The `plan` to pass on; None for the reference, which needs none. Made under `torch.no_grad` it has no part for
-        the backward pass, which is then computed there.
+        The argument `plan` of `hstu_attention`; None for the reference. A plan made under `torch.no_grad` has no part
+        for the backward pass, which then computes that part.
 
     Examples:
         >>> seq_offsets, x = torch.tensor([0, 2, 5]), torch.randn(5, 1, 16)
@@ -186,21 +188,21 @@ def attention_plan(
 
 
 def _choose_backend(backend: str, q: torch.Tensor, op: str) -> tuple[bool | None, str]:
-    """Return (whether "hopper" was requested, None under "auto"; the backend otherwise: "triton" or "reference")."""
+    """Return (whether "hopper" was requested, or None for "auto"; "triton" or "reference")."""
     hopper = None if backend == "auto" else backend == "hopper"
     return hopper, choose_backend("triton" if hopper else backend, q, op, ("hopper",))
 
 
 def _check_hopper(q: torch.Tensor, v: torch.Tensor, bias: RelativeBias, mask: Mask) -> None:
-    from hstu_sparse.dense.configs import hopper_can, hopper_runs
+    from hstu_sparse.dense.configs import hopper_available, hopper_supports
     from hstu_sparse.tiles.assembly import PROVEN_TRITON
 
     if bias.position is not None or bias.time is not None:
         raise ValueError("backend='hopper' takes no bias: use backend='triton'")
     if (option := mask.extension) is not None:
         raise ValueError(f"backend='hopper' takes no {option}: use backend='triton'")
-    if not hopper_can(q, v):
+    if not hopper_supports(q, v):
         got = f"{q.dtype}, D = {q.shape[2]}, V = {v.shape[2]}"
         raise ValueError(f"backend='hopper' takes fp16 or bf16 heads, D = V = 64, 128 or 256, got {got}")
-    if not hopper_runs(q.device):
+    if not hopper_available(q.device):
         raise ValueError(f"backend='hopper' needs sm_90 and Triton {' or '.join(PROVEN_TRITON)}, got {q.device}")

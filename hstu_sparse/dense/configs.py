@@ -1,7 +1,7 @@
 """Define tile sizes, warps and pipeline stages of the kernels: fixed, so that no batch waits for tuning.
 
-Letters: D query/key head size, V value head size. For sm_90 measured on an H200 (docs/performance.md); for sm_80 made
-to fit, and for all others made to fit the least shared memory that a later GPU has (99 KB, sm_86, 89 and 120).
+Letters: D query/key head size, V value head size. Settings for sm_90 were measured on an H200 (docs/performance.md).
+Those for sm_80 fit its shared memory; all others fit the least of any later GPU, 99 KB (sm_86, 89 and 120).
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Features(NamedTuple):
     position: bool  # whether there is a position bias
     time: bool
     arch: int  # compute capability, 90 for 9.0
-    hopper: bool = False  # whether the kernels for Hopper are taken, which have tiles of their own
+    hopper: bool = False  # whether the kernels for Hopper run, whose tiles differ
 
 
 @configuration
@@ -47,21 +47,21 @@ def fwd_config(f: Features) -> LaunchConfig:
     return LaunchConfig(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1 if wide else 2)
 
 
-# The average number of tokens of a sequence from which `backend="auto"` chooses the kernels for Hopper: the shortest
-# sequences with which they were measured, and were faster (docs/dense.md).
-HOPPER_FROM = 1024
+# The least average sequence length for which `backend="auto"` chooses the kernels for Hopper: the shortest that was
+# measured, where they were faster (docs/dense.md).
+HOPPER_MIN_LENGTH = 1024
 
 
 # The sizes of heads, the same for queries, keys and values, that the kernels for Hopper support.
 HOPPER_SIZES = (64, 128, 256)
 
 
-def hopper_can(q: torch.Tensor, v: torch.Tensor) -> bool:
+def hopper_supports(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Return whether the kernels for Hopper support heads of these sizes, [T, H, D] and [T, H, V]."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[2] in HOPPER_SIZES and q.shape[2:] == v.shape[2:]
 
 
-def hopper_runs(device: torch.device) -> bool:
+def hopper_available(device: torch.device) -> bool:
     """Return whether the kernels for Hopper run on a device with the installed version of Triton."""
     return architecture(device) == 90 and proven(device)
 
@@ -71,8 +71,9 @@ def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int
 
     The choice depends only on shapes, so that both passes and a captured CUDA graph make the same one.
     """
-    # The number of tokens last: torch.compile guards a graph by what is compared.
-    return not biased and hopper_can(q, v) and hopper_runs(q.device) and q.shape[0] >= HOPPER_FROM * num_seqs
+    # The number of tokens comes last: torch.compile guards a graph by every comparison made.
+    supported = not biased and hopper_supports(q, v) and hopper_available(q.device)
+    return supported and q.shape[0] >= HOPPER_MIN_LENGTH * num_seqs
 
 
 @configuration
@@ -103,8 +104,8 @@ def hopper_dkv_config(f: Features) -> LaunchConfig:
 def bwd_dq_config(f: Features) -> LaunchConfig:
     """Return the settings of the kernel of dq and the bias tables' gradients. HOLD: keep q and do in registers.
 
-    No value of a tile of scores may be in two threads, or the sums of the tables' gradients would count it twice. Four
-    warps of TF32 products have 16 x 8 values each, side by side if a tile is wider than high.
+    No two threads may hold the same score of a tile, or the sums of the tables' gradients would count it twice. Four
+    warps of TF32 products hold 16 x 8 scores each, side by side if a tile is wider than high.
     """
     wide, both = max(f.pad_d, f.pad_v) > 128, f.pad_d + f.pad_v
     if f.dtype == torch.float32:
@@ -125,9 +126,9 @@ def bwd_dq_config(f: Features) -> LaunchConfig:
 
 @configuration
 def bwd_dkv_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel of dk and dv. TMA: load queries by descriptor, which needs few registers.
+    """Return the settings of the kernel of dk and dv. TMA: load queries by descriptor, to save registers.
 
-    If the sums of both do not fit into a program's registers (`sums_apart`), each has a launch of its own.
+    If the sums of both do not fit into a program's registers (`separate_dkv`), each has its own launch.
     """
     wide = max(f.pad_d, f.pad_v) > 128
     if f.dtype == torch.float32:
@@ -149,7 +150,7 @@ def bwd_dkv_config(f: Features) -> LaunchConfig:
     return LaunchConfig(BLOCK_M=32, BLOCK_N=32 if wide or f.time else 64, TMA=False, num_warps=4, num_stages=1)
 
 
-def sums_apart(f: Features) -> bool:
+def separate_dkv(f: Features) -> bool:
     """Return whether the sums of dk and dv together need more than 128 registers of a thread."""
     config = bwd_dkv_config(f)
     return config.BLOCK_N * (f.pad_d + f.pad_v) > 128 * 32 * config.num_warps

@@ -1,16 +1,15 @@
-"""Define the dense kernels: by tiles of queries the output, and dq and the tables' gradients; by tiles of keys dk, dv.
+"""Define the dense kernels: output, dq and table gradients by tiles of queries, dk and dv by tiles of keys.
 
 Letters: T tokens of the batch, B sequences, H heads, D query/key head size, V value head size, N max_seq_len. m: query
-rows of a tile, n: its key rows; t and s: their positions in the sequence.
+rows of a tile, n: its key rows; t and s: their indices in the sequence.
 
-One program owns one tile of queries or of keys of one head, and walks the other side in blocks. Since SiLU needs no
-normaliser there is no running maximum and no rescaling of the accumulators. Nothing but the inputs is kept from the
-forward pass: the scores are computed anew. Constant factors (1/N, the scale, and the 2 in the slope of SiLU) are
-applied once, to the accumulators.
+A program has one tile of queries (or keys) of one head and iterates over blocks of keys (or queries). SiLU needs no
+normaliser, so there is no running maximum and no rescaling of accumulators. The backward pass recomputes the scores
+from the inputs. Constant factors (1/N, the scale, and the 2 in SiLU's slope) are applied once, to the accumulators.
 
 SiLU: with h = x/2, x a score with its bias, y = SiLU(x) and u = tanh(h),
     y = h + h u,    2 dy/dx = 1 + u + h (1 - u^2)
-take one special-function instruction for both.
+need only one special-function instruction.
 """
 
 from typing import NamedTuple
@@ -23,8 +22,8 @@ from hstu_sparse.bias.scores import NEAR, TileBias, bias_position, half_bias, pr
 from hstu_sparse.bias.sums import RING, histogram_close, histogram_lane, histogram_open, ring_flush, ring_open
 from hstu_sparse.tiles.ranges import (
     Extension,
+    context_rows,
     find_sequence,
-    front_rows,
     key_ranges,
     prefix_tokens,
     query_ranges,
@@ -41,19 +40,19 @@ from hstu_sparse.tiles.rows import (
     tanh_approx,
 )
 
-# Arguments that Triton must not specialise on, or it would compile kernels again for other batches: numbers that differ
+# Triton must not specialise on these arguments, or it would recompile kernels for other batches: numbers that differ
 # between batches, and the caller's pointers, whose alignment may differ.
 PER_BATCH = ["window_size", "row", "time_shift"]
 CALLER_POINTERS = ["seq_offsets", "num_targets", "num_context"]
-# All bits set, and more than the number of tiles of any sequence.
-MOST_TILES = tl.constexpr(2**24 - 1)
+# A bit mask, greater than the number of tiles of any sequence.
+MAX_TILES = tl.constexpr(2**24 - 1)
 
 
 class Kind(NamedTuple):
     """The constants that a kernel is compiled for, besides the sizes of its tiles, as one constexpr.
 
-    D_OUT and V_OUT: the sizes of heads in the results; D and V: in memory; PAD_D and PAD_V: in tiles. MORE: the other
-    options of the mask, or None.
+    D_OUT and V_OUT: the sizes of heads in the results; D and V: in memory; PAD_D and PAD_V: in tiles. EXTENSION:
+    further options of the mask, or None.
     """
 
     H: int
@@ -70,38 +69,38 @@ class Kind(NamedTuple):
     FAST: bool
     PRECISION: str
     ASM: bool
-    MORE: Extension | None = None
+    EXTENSION: Extension | None = None
 
     @property
     def HAS_CONTEXT(self) -> bool:
-        return self.MORE is not None and self.MORE.CONTEXT
+        return self.EXTENSION is not None and self.EXTENSION.CONTEXT
 
     @property
     def SEES_ALL(self) -> bool:
-        return self.MORE is not None and self.MORE.SEES_ALL
+        return self.EXTENSION is not None and self.EXTENSION.SEES_ALL
 
     @property
     def HAS_PREFIX(self) -> bool:
-        """Whether there may be keys before the window that are seen."""
-        return self.HAS_WINDOW and self.MORE is not None and (self.MORE.CONTEXT or self.MORE.PREFIX > 0)
+        """Whether keys before the window may be visible."""
+        return self.HAS_WINDOW and self.EXTENSION is not None and (self.EXTENSION.CONTEXT or self.EXTENSION.PREFIX > 0)
 
     @property
     def GROUP(self) -> int:
-        return 1 if self.MORE is None else self.MORE.GROUP
+        return 1 if self.EXTENSION is None else self.EXTENSION.GROUP
 
 
 @triton.jit
-def scheduled(schedule, H: tl.constexpr):
-    """Return (the program's head, its sequence or -1 for no work, the address of the tile's entry in the schedule)."""
+def scheduled_tile(schedule, H: tl.constexpr):
+    """Return (the program's head, its sequence or -1 if there is none, the address of its entry in the schedule)."""
     entry = schedule + 2 * (tl.program_id(0) // H)
     return tl.program_id(0) % H, tl.load(entry), entry
 
 
 @triton.jit
 def find_query_tile(b, entry, seq_offsets, num_targets, num_context, window_size, BLOCK_M: tl.constexpr):
-    """Return (first token, the Sequence, the tile's number, its queries' positions) for an entry of a schedule.
+    """Return (first token, `Sequence`, the tile's index, its queries' indices) for an entry of a schedule.
 
-    The schedule counts tiles of queries from the sequence's end, where a query sees most keys.
+    The schedule counts tiles of queries from the sequence's end, where queries see the most keys.
     """
     begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context)
     block = (sequence.length + BLOCK_M - 1) // BLOCK_M - 1 - tl.load(entry + 1)
@@ -122,19 +121,19 @@ def silu_and_slope(h, FAST: tl.constexpr):
 def query_tile_bias(
     b, begin, block, t, sequence, bias, tiles, row, kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return, for a tile of queries, (the ranges of keys, its `TileBias`).
+    """Return (bounds of the loops over keys, `TileBias`) for a tile of queries.
 
-    The ranges are the bounds of loops over the keys: the prefix, nothing, then four loops. The second of those needs no
-    masks; with a time bias its blocks are narrow, those of the third are wide and those of the fourth are near. Without
-    one the third loop is empty.
+    Loop i covers the keys bounds[i] .. bounds[i + 1]: 0 the prefix, 1 invisible keys, 2 the window's begin, 3 keys that
+    need no mask, 4 wide blocks, 5 the last blocks. With a time bias loop 3 has narrow blocks and loop 5 the near ones
+    (see `TileMap`); without one loop 4 is empty.
     """
-    MORE: tl.constexpr = kind.MORE
+    EXTENSION: tl.constexpr = kind.EXTENSION
     first, full, diagonal, end = key_ranges(
-        block * BLOCK_M, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N, MORE
+        block * BLOCK_M, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N, EXTENSION
     )
     prefix = 0
     if kind.HAS_PREFIX:
-        prefix = tl.minimum((prefix_tokens(sequence, MORE) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, first)
+        prefix = tl.minimum((prefix_tokens(sequence, EXTENSION) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, first)
     if kind.HAS_TIME:
         slot = begin // BLOCK_M + b + block
         near = tiles.near + slot * (tl.minimum(row, NEAR) * BLOCK_M * BLOCK_N)
@@ -151,8 +150,8 @@ def query_tile_bias(
 
 
 @triton.constexpr_function
-def walks(part, kind):
-    """Return whether a kernel has the loop `part` of `query_tile_bias`."""
+def has_loop(part, kind):
+    """Return whether a kernel needs the loop `part` of `query_tile_bias`."""
     if part < 2:
         return part == 0 and kind.HAS_PREFIX
     return (part > 2 or kind.HAS_WINDOW or kind.HAS_CONTEXT) and (part != 4 or kind.HAS_TIME)
@@ -163,9 +162,12 @@ def _attend(
     acc, q, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_scale, bias, tile, kind: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
 ):  # fmt: skip
-    """Return acc [BLOCK_M, V] plus the keys first .. last (multiples of BLOCK_N; MASKED: `last` may pass the end)."""
+    """Add the keys first .. last to acc [BLOCK_M, V]; both are multiples of BLOCK_N.
+
+    If MASKED, `last` may lie past the sequence's end.
+    """
     n = tl.arange(0, BLOCK_N)
-    MORE: tl.constexpr = kind.MORE
+    EXTENSION: tl.constexpr = kind.EXTENSION
     place = bias_position(t, sequence, kind)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
@@ -181,7 +183,7 @@ def _attend(
             half += biases
         weights = silu_of_half(half, kind.FAST)
         if MASKED and not (IS_NEAR and kind.HAS_TIME):
-            mask = visible(t[:, None], (start + n)[None, :], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, MORE)
+            mask = visible(t[:, None], (start + n)[None, :], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, EXTENSION)
             weights = tl.where(mask, weights, 0.0)
         value = load_block(v, start, n, v_stride, sequence.length, kind.V, kind.PAD_V, MASKED)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=kind.PRECISION)
@@ -197,7 +199,7 @@ def dense_attention_fwd_kernel(
 
     q, k, v, out: `Rows`. tiles: `TileMap`, row: its `row`. bias: `KernelBias`.
     """
-    head, b, entry = scheduled(tiles.schedule, kind.H)
+    head, b, entry = scheduled_tile(tiles.schedule, kind.H)
     if b < 0:
         return
     PAD_V: tl.constexpr = kind.PAD_V
@@ -209,7 +211,7 @@ def dense_attention_fwd_kernel(
     keys, values = row_pointer(k, begin, head), row_pointer(v, begin, head)
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
     for part in tl.static_range(6):
-        if walks(part, kind):  # noqa: SIM102  known to the compiler
+        if has_loop(part, kind):  # noqa: SIM102  known to the compiler
             if bounds[part] < bounds[part + 1]:
                 acc = _attend(
                     acc, query, bounds[part], bounds[part + 1], t, first_row, sequence, keys, values, k.stride_t,
@@ -225,9 +227,12 @@ def _attend_dq(
     gradients, kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     IS_NEAR: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return dq [BLOCK_M, D] plus the keys first .. last, sums for the bias tables, and the ring's least distance."""
+    """Add the keys first .. last to dq [BLOCK_M, D] and to the tables' gradients.
+
+    Returns dq and the least distance in the ring (bias/sums.py).
+    """
     n = tl.arange(0, BLOCK_N)
-    MORE: tl.constexpr = kind.MORE
+    EXTENSION: tl.constexpr = kind.EXTENSION
     place = bias_position(t, sequence, kind)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
@@ -248,7 +253,7 @@ def _attend_dq(
         _, slope = silu_and_slope(half, kind.FAST)
         ds = dp * slope + dp
         if MASKED and not (IS_NEAR and kind.HAS_TIME):
-            mask = visible(t[:, None], (start + n)[None, :], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, MORE)
+            mask = visible(t[:, None], (start + n)[None, :], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, EXTENSION)
             ds = tl.where(mask, ds, 0.0)
         acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=kind.PRECISION)
         if kind.HAS_POSITION:
@@ -265,12 +270,12 @@ def dense_attention_bwd_dq_kernel(
     kind: tl.constexpr, TABLE: tl.constexpr, COPIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HOLD: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of BLOCK_M queries of one head in each program, and their part of the bias tables' gradients.
+    """Compute dq of BLOCK_M queries of one head in each program, and add to the bias tables' gradients.
 
     tables: `TableGradients`, with norms if the sums are integers. HOLD: keep q and do in registers.
     """
     EXACT: tl.constexpr = tables.norms is not None
-    head, b, entry = scheduled(tiles.schedule, kind.H)
+    head, b, entry = scheduled_tile(tiles.schedule, kind.H)
     if b < 0:
         return
     PAD_D: tl.constexpr = kind.PAD_D
@@ -304,7 +309,7 @@ def dense_attention_bwd_dq_kernel(
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     ring_low = 1 << 30
     for part in tl.static_range(6):
-        if walks(part, kind):  # noqa: SIM102  known to the compiler
+        if has_loop(part, kind):  # noqa: SIM102  known to the compiler
             if bounds[part] < bounds[part + 1]:
                 acc, ring_low = _attend_dq(
                     acc, ring_low, query, dout, bounds[part], bounds[part + 1], t, first_row, sequence,
@@ -329,12 +334,12 @@ def _attend_dkv(
     kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
     TMA: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr,
 ):  # fmt: skip
-    """Return dk [BLOCK_N, D] and dv [BLOCK_N, V], those that are wanted, plus the terms of the queries first .. last.
+    """Add the queries first .. last to dk [BLOCK_N, D] if WITH_K, and to dv [BLOCK_N, V] if WITH_V.
 
-    Tiles are transposed, keys x queries.
+    Tiles are transposed: keys x queries.
     """
     m = tl.arange(0, BLOCK_M)
-    MORE: tl.constexpr = kind.MORE
+    EXTENSION: tl.constexpr = kind.EXTENSION
     place = bias_position(s, sequence, kind)[:, None]
     ahead = (0, 0.0, 0)
     if kind.HAS_TIME and not MASKED:
@@ -352,7 +357,7 @@ def _attend_dkv(
         dp = tl.dot(v, tl.trans(dout), input_precision=kind.PRECISION)
         weights, slope = silu_and_slope(half, kind.FAST)
         if MASKED and not (IS_NEAR and kind.HAS_TIME):
-            mask = visible((start + m)[None, :], s[:, None], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, MORE)
+            mask = visible((start + m)[None, :], s[:, None], sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, EXTENSION)
             weights = tl.where(mask, weights, 0.0)
             slope = tl.where(mask, slope, -1.0)
         if WITH_V:
@@ -368,26 +373,26 @@ def dense_attention_bwd_dkv_kernel(
     row, bias,
     kind: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv, or that which is not None, of BLOCK_N keys of one head in each program.
+    """Compute dk and dv, unless they are None, of BLOCK_N keys of one head in each program.
 
     TMA: load queries by tensor descriptor.
     """
-    head, b, entry = scheduled(tiles.schedule, kind.H)
+    head, b, entry = scheduled_tile(tiles.schedule, kind.H)
     if b < 0:
         return
     PAD_D: tl.constexpr = kind.PAD_D
     PAD_V: tl.constexpr = kind.PAD_V
     begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context)
     length = sequence.length
-    # The mask tells the compiler that it is not negative: divisions by powers of two are shifts, with fewer registers.
-    first_row = (tl.load(entry + 1) & MOST_TILES) * BLOCK_N
+    # The bit mask tells the compiler that the index is not negative: divisions become shifts, with fewer registers.
+    first_row = (tl.load(entry + 1) & MAX_TILES) * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     s = first_row + n
     key = load_block(row_pointer(k, begin, head), first_row, n, k.stride_t, length, kind.D, kind.PAD_D, True)
     value = load_block(row_pointer(v, begin, head), first_row, n, v.stride_t, length, kind.V, kind.PAD_V, True)
-    MORE: tl.constexpr = kind.MORE
+    EXTENSION: tl.constexpr = kind.EXTENSION
     begin_row, full, free, end = query_ranges(
-        first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N, MORE
+        first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, BLOCK_M, BLOCK_N, EXTENSION
     )
     tile = TileBias(0.0, 0.0, 0, 0, 0, 0, 0, 0)
     if kind.HAS_TIME:
@@ -398,13 +403,13 @@ def dense_attention_bwd_dkv_kernel(
             begin_row // BLOCK_M,
         )  # fmt: skip
         full = tl.load(tiles.runs + slot)
-    # The loops are over: near blocks, or, without times, all up to `full`; with times, other blocks that need masks;
-    # blocks that need no mask; the sequence's end; context tokens that see all.
+    # Loops: 0 near blocks (without times all blocks before `full`), 1 (with times) other blocks that need a mask,
+    # 2 blocks that need no mask, 3 the sequence's end, 4 context queries that see everything.
     wide = tl.minimum(full, end)
     near_end = tl.minimum(wide, begin_row + NEAR * BLOCK_M) if kind.HAS_TIME else wide
     front = 0
     if kind.SEES_ALL:
-        front = front_rows(first_row, sequence, BLOCK_M, MORE)
+        front = context_rows(first_row, sequence, BLOCK_M, EXTENSION)
     ranges = ((begin_row, near_end), (near_end, wide), (full, free), (free, end), (0, tl.minimum(front, begin_row)))
 
     queries = block_source(row_pointer(q, begin, head), q.stride_t, length, kind.D, BLOCK_M, kind.PAD_D, TMA)

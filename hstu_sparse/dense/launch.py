@@ -2,8 +2,8 @@
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size.
 
-The kernels: those of plan.py, kernels.py, on Hopper without a bias instead hopper/, and the small
-ones of hstu_sparse/bias. Their settings: configs.py.
+The kernels are in plan.py, kernels.py (hopper/ on Hopper without a bias) and hstu_sparse/bias; configs.py has their
+settings.
 """
 
 import functools
@@ -46,16 +46,16 @@ class Arguments(NamedTuple):
     max_seq_len: int
     scale: float
     normalizer: float
-    hopper: bool | None  # whether the kernels for Hopper are taken; None where `prefers_hopper` says so
+    hopper: bool | None  # whether to run the kernels for Hopper; None: `prefers_hopper` decides
 
     @property
     def batch(self) -> tuple[Tensor, Mask, RelativeBias]:
-        """The arguments that a plan is made of."""
+        """The arguments that a plan is made from."""
         return self.seq_offsets, self.mask, self.bias
 
     @property
     def for_kernels(self) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-        """The offsets and the mask as the attention kernels take them."""
+        """The offsets and the part of the mask that are arguments of the attention kernels."""
         return self.seq_offsets, *self.mask[:3]
 
 
@@ -63,7 +63,7 @@ class Arguments(NamedTuple):
 def _kind(
     features: Features, heads: int, d: int, v: int, form: tuple[bool, bool, Extension | None], products: str, asm: bool
 ) -> Kind:
-    """Return an attention kernel's constants. `as_rows` pads the heads. form: HAS_TARGETS, HAS_WINDOW, MORE."""
+    """Return an attention kernel's constants. `as_rows` pads the heads. form: HAS_TARGETS, HAS_WINDOW, EXTENSION."""
     targets, window, more = form
     size, value_size = cdiv(d, 16) * 16, cdiv(v, 16) * 16
     # fp32 tiles must be wider than high: see `bwd_dq_config`.
@@ -75,7 +75,7 @@ def _kind(
 
 
 class _Launch:
-    """The operator's arguments in the form that the kernels take, shared by the forward and backward launches."""
+    """The kernels' arguments, computed from the operator's, for the forward and backward launches."""
 
     def __init__(self, a: Arguments):
         q, v, self.a, self.bias = a.q, a.v, a, a.bias
@@ -95,11 +95,11 @@ class _Launch:
         """Allocate [T, H, size]."""
         return torch.empty(*self.q.shape[:2], size, dtype=self.q.dtype, device=self.q.device)
 
-    def run(self, kernel, tiles: TileMap, arguments: tuple, halves: Tensor, config: Callable, **more) -> None:
+    def run(self, kernel, tiles: TileMap, arguments: tuple, halves: Tensor, config: Callable, **constants) -> None:
         """Launch an attention kernel; its last arguments are the tile map and the bias."""
         bias: KernelBias = self.tables.kernel_bias(halves, self.plan.keys, self.plan.queries)
         grid = tiles.schedule.shape[0] * self.kind.H
-        run(kernel, grid, *arguments, tiles, tiles.row, bias, kind=self.kind, **config(self.features), **more)
+        run(kernel, grid, *arguments, tiles, tiles.row, bias, kind=self.kind, **config(self.features), **constants)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return (output, halved tables)."""
@@ -165,13 +165,13 @@ class _Launch:
         if configs.bwd_dkv_config(self.features).TMA:
             allow_descriptors()
         to_dk, to_dv = Rows.of(dk), Rows.of(dv)
-        launches = ((to_dk, None), (None, to_dv)) if configs.sums_apart(self.features) else ((to_dk, to_dv),)
+        launches = ((to_dk, None), (None, to_dv)) if configs.separate_dkv(self.features) else ((to_dk, to_dv),)
         for outputs in launches:
             arguments: tuple = (*rows, *outputs, *shared)
             self.run(kernels.dense_attention_bwd_dkv_kernel, plan.dkv, arguments, halves, configs.bwd_dkv_config)
 
         purpose, config, sums = plan.purpose, configs.bwd_dq_config(self.features), self._sums(do)
-        # The greatest number of terms, of 21 bits before the shift, that one cell of the time bias's histogram gets.
+        # A bound of the terms, of 21 bits before the shift, that are added to a cell of the time bias's histogram.
         terms = config.BLOCK_M * (min(purpose.max_seq_len, purpose.total) + config.BLOCK_N) // 32
         time_shift = max(0, terms.bit_length() - 10)
         constants = dict(TABLE=self.tables.masked, COPIES=_COPIES)
@@ -189,8 +189,8 @@ class _Launch:
     def _sums(self, do: Tensor) -> TableGradients:
         """Return zeros for the sums of the tables' gradients, and the norms that bound ds.
 
-        The sums of fp16 and bf16 inputs are integers, which do not depend on the order of additions; fp32 needs more
-        digits than they have, and has no norms.
+        The sums of fp16 and bf16 inputs are integers, so that the order of additions does not matter. fp32 inputs need
+        more digits: their sums are fp32, without norms.
         """
         if not self.biased:
             return TableGradients()

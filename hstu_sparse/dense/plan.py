@@ -1,10 +1,10 @@
-"""Plan the dense kernels' work on a batch: computed once a batch, shared by heads and layers.
+"""Plan the dense kernels' work on a batch, once for all heads and layers.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key head size, V value head size; t and s:
-the positions of queries and keys in their sequence.
+the indices of queries and keys in their sequence.
 
-The kernels walk in tiles. Which tiles there are, in which order they start, and which time buckets their pairs fall
-into, depends on the offsets, candidates, window and timestamps, and on the tiles' sizes, not on q, k, v or the tables.
+The tiles, the order in which they start, and the time buckets of their pairs depend on the offsets, mask, timestamps
+and tile sizes, but not on q, k, v or the bias tables.
 """
 
 import functools
@@ -41,17 +41,17 @@ from hstu_sparse.tiles.rows import locate
 
 
 @triton.jit
-def _write_schedule(b, seq_offsets, schedule, num_seqs, num_slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _write_schedule(b, seq_offsets, schedule, num_seqs, num_slots, TILE: tl.constexpr, CHUNK: tl.constexpr):
     """Write the tiles (b, 0), (b, 1), ... of sequence b to their place in the schedule, longest sequences first."""
     begin = tl.load(seq_offsets + b)
-    count = (tl.load(seq_offsets + b + 1) - begin + BLOCK - 1).to(tl.int32) // BLOCK
+    count = (tl.load(seq_offsets + b + 1) - begin + TILE - 1).to(tl.int32) // TILE
     before = 0
     total = 0
     for first in range(0, num_seqs, CHUNK):
         other = first + tl.arange(0, CHUNK)
         inside = other < num_seqs
         length = tl.load(seq_offsets + other + 1, inside, 0) - tl.load(seq_offsets + other, inside, 0)
-        blocks = (length + BLOCK - 1).to(tl.int32) // BLOCK
+        blocks = (length + TILE - 1).to(tl.int32) // TILE
         ahead = (blocks > count) | ((blocks == count) & (other < b))
         before += tl.sum(tl.where(ahead, blocks, 0), 0)
         total += tl.sum(blocks, 0)
@@ -68,62 +68,62 @@ def _write_schedule(b, seq_offsets, schedule, num_seqs, num_slots, BLOCK: tl.con
 
 @triton.jit
 def _map_tile(
-    first_row, slot, begin, sequence, own_times, times, k_times, cells, tiles, row, MORE: tl.constexpr,
-    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    first_row, slot, begin, sequence, tile_times, block_times, k_times, cells, tiles, row, EXTENSION: tl.constexpr,
+    HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of a `TileMap` for the tile from `first_row` on."""
     length = sequence.length
     if BY_QUERY:
-        _, low, high, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, OWN, OTHER, MORE)
+        _, low, high, end = key_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, TILE, BLOCK, EXTENSION)
     else:
-        nearest_row, low, high, end = query_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, OTHER, OWN, MORE)
-    own_times += begin
-    times += begin
+        nearest_row, low, high, end = query_ranges(first_row, sequence, HAS_TARGETS, HAS_WINDOW, BLOCK, TILE, EXTENSION)
+    tile_times += begin
+    block_times += begin
     origin = tl.load(k_times + begin)
-    owned = first_row + tl.arange(0, OWN)
-    own_first, own_last = extremes(own_times + owned, origin, owned < length, 0)
-    low_block, high_block = low // OTHER, high // OTHER
+    tile_rows = first_row + tl.arange(0, TILE)
+    tile_first, tile_last = extremes(tile_times + tile_rows, origin, tile_rows < length, 0)
+    low_block, high_block = low // BLOCK, high // BLOCK
     wide_first, wide_end = high_block, low_block
     for start in range(low_block, high_block + 2, CHUNK):
         block = start + tl.arange(0, CHUNK)
         inside = block < high_block
-        token = block[:, None] * OTHER + tl.arange(0, OTHER)[None, :]
-        other_first, other_last = extremes(times + token, origin, inside[:, None] & (token < length), 1)
+        token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        block_first, block_last = extremes(block_times + token, origin, inside[:, None] & (token < length), 1)
         if BY_QUERY:
-            value = tile_entry(own_first, own_last, other_first, other_last, cells, ASM)
+            value = tile_entry(tile_first, tile_last, block_first, block_last, cells, ASM)
         else:
-            value = tile_entry(other_first, other_last, own_first, own_last, cells, ASM)
-        value = tl.where((other_last - other_first < EXACT_SECONDS) & inside, value, -1)
+            value = tile_entry(block_first, block_last, tile_first, tile_last, cells, ASM)
+        value = tl.where((block_last - block_first < EXACT_SECONDS) & inside, value, -1)
         tl.store(tiles.entries + slot * row + block, value.to(tl.int16), block < high_block + 2)
         wide = inside & (value < 0)
         wide_first = tl.minimum(wide_first, tl.min(tl.where(wide, block, wide_first), 0))
         wide_end = tl.maximum(wide_end, tl.max(tl.where(wide, block + 1, wide_end), 0))
     if BY_QUERY:
-        nearest = (end - 1) // OTHER
+        nearest = (end - 1) // BLOCK
         first = tl.maximum(nearest - (NEAR - 1), low_block)
         last = nearest + 1
-        run = tl.minimum(wide_first, first) * OTHER
+        run = tl.minimum(wide_first, first) * BLOCK
     else:
-        nearest = nearest_row // OTHER
+        nearest = nearest_row // BLOCK
         first = nearest
-        run = tl.maximum(wide_end, tl.minimum(nearest + NEAR, high_block)) * OTHER
-        last = tl.minimum((tl.minimum(run, end) + OTHER - 1) // OTHER, nearest + NEAR)
+        run = tl.maximum(wide_end, tl.minimum(nearest + NEAR, high_block)) * BLOCK
+        last = tl.minimum((tl.minimum(run, end) + BLOCK - 1) // BLOCK, nearest + NEAR)
     tl.store(tiles.runs + slot, run)
 
-    near = tiles.near + slot * (tl.minimum(row, NEAR) * OWN * OTHER)
-    owned = owned[:, None]
-    own_high, own_low = load_split_times(own_times + owned, owned < length)
+    near = tiles.near + slot * (tl.minimum(row, NEAR) * TILE * BLOCK)
+    tile_rows = tile_rows[:, None]
+    tile_high, tile_low = load_split_times(tile_times + tile_rows, tile_rows < length)
     for block in range(first, last):
-        other = (block * OTHER + tl.arange(0, OTHER))[None, :]
-        other_high, other_low = load_split_times(times + other, other < length)
-        buckets = bucket_of(tl.abs((own_high - other_high) + (own_low - other_low)), cells, ASM)
-        t, s = (owned, other) if BY_QUERY else (other, owned)
-        seen = visible(t, s, sequence, HAS_TARGETS, HAS_WINDOW, MORE)
+        block_rows = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+        block_high, block_low = load_split_times(block_times + block_rows, block_rows < length)
+        buckets = bucket_of(tl.abs((tile_high - block_high) + (tile_low - block_low)), cells, ASM)
+        t, s = (tile_rows, block_rows) if BY_QUERY else (block_rows, tile_rows)
+        seen = visible(t, s, sequence, HAS_TARGETS, HAS_WINDOW, EXTENSION)
         buckets = tl.where(seen, buckets, HIDDEN).to(tl.uint8)
         place = nearest - block if BY_QUERY else block - nearest
-        where = place * (OWN * OTHER) + tl.arange(0, OWN * OTHER)
-        tl.store(near + where, reorder_near(buckets, OWN, OTHER, True))
+        where = place * (TILE * BLOCK) + tl.arange(0, TILE * BLOCK)
+        tl.store(near + where, reorder_near(buckets, TILE, BLOCK, True))
 
 
 @triton.jit(
@@ -132,54 +132,53 @@ def _map_tile(
 )
 def dense_attention_plan_kernel(
     seq_offsets, num_targets, num_context, q_times, k_times, cells, tiles, row, num_seqs, num_slots, window_size,
-    MORE: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
-    BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
+    EXTENSION: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, BY_QUERY: tl.constexpr, HIDDEN: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Fill the `TileMap` `tiles`: one program for each sequence writes the schedule.
+    """Fill the `TileMap` `tiles`: a program for each sequence writes the schedule, a program for each slot its entries.
 
-    With times, one more program for each slot writes its tile.
+    Without times there are only the programs of the schedule.
     """
     program = tl.program_id(0)
     if program < num_seqs:
-        _write_schedule(program, seq_offsets, tiles.schedule, num_seqs, num_slots, OWN, 256)
+        _write_schedule(program, seq_offsets, tiles.schedule, num_seqs, num_slots, TILE, 256)
     elif k_times is not None:
         slot = program - num_seqs
-        b, _, _, index = locate(seq_offsets, slot, num_seqs, OWN)
+        b, _, _, index = locate(seq_offsets, slot, num_seqs, TILE)
         begin, sequence = find_sequence(b, seq_offsets, num_targets, window_size, num_context)
-        if index * OWN < sequence.length:
-            own_times, times = (q_times, k_times) if BY_QUERY else (k_times, q_times)
+        if index * TILE < sequence.length:
+            tile_times, block_times = (q_times, k_times) if BY_QUERY else (k_times, q_times)
             _map_tile(
-                index * OWN, slot.to(tl.int64), begin, sequence, own_times, times, k_times, cells, tiles, row, MORE,
-                HAS_TARGETS, HAS_WINDOW, OWN, OTHER, BY_QUERY, HIDDEN, CHUNK, ASM,
+                index * TILE, slot.to(tl.int64), begin, sequence, tile_times, block_times, k_times, cells, tiles, row,
+                EXTENSION, HAS_TARGETS, HAS_WINDOW, TILE, BLOCK, BY_QUERY, HIDDEN, CHUNK, ASM,
             )  # fmt: skip
 
 
 class Tiling(NamedTuple):
-    """The sizes of a kernel's tiles: `owned` tokens (queries if by_query) and `other` of the blocks it walks over.
+    """The sizes of a kernel's tiles (of queries if by_query, else of keys) and of the blocks that it iterates over.
 
-    Without a time bias nothing depends on `other` and `by_query`.
+    Without a time bias nothing depends on `block_size` and `by_query`.
     """
 
-    owned: int
-    other: int
+    tile_size: int
+    block_size: int
     by_query: bool
 
 
 class TileMap(NamedTuple):
-    """The plan of one tiling. A slot is a tile's number computed without reading the offsets, see tiles/rows.py.
+    """The plan of one tiling. tiles/rows.py explains slots.
 
     schedule  [slots, 2] int32: (sequence, tile) in the order in which programs start: the longest sequences first, and
-              tiles so that the one with the most work comes first. Behind them (-1, *): such programs stop at once
-    entries   [slots * row] int16, for each slot and block of the other side that needs no mask: of a narrow pair of
-              tiles its lowest bucket times 8 plus the number of bucket edges in it, else -1, as for two more behind,
-              since the kernels read ahead. Narrow: no key is younger than a query, the differences reach over at most
-              MAX_EDGES edges, and the block is less than 2^24 seconds long
-    runs      [slots] int32: where the run of narrow blocks ends (for tiles of queries: the first row after it) or, for
-              tiles of keys, begins
-    near      [slots, min(NEAR, row), owned * other] uint8: buckets of the pairs with the nearest blocks, which are not
-              in the run; `masked_bucket` where the query does not see the key
+              of a sequence the tile with the most work first. Unused entries follow, (-1, *): their programs return
+    entries   [slots * row] int16 for each slot and each block that needs no mask: 8 * lowest bucket + number of bucket
+              edges if tile and block are narrow, else -1. Two more -1 follow, since kernels read ahead. Narrow: no key
+              is later than a query, the time differences include at most MAX_EDGES edges, and the block spans less
+              than 2^24 seconds
+    runs      [slots] int32: the first row after the run of narrow blocks; for tiles of keys, the first row of the run
+    near      [slots, min(NEAR, row), tile_size * block_size] uint8: buckets of the pairs with the nearest blocks, which
+              are not in the run; `masked_bucket` where the query does not see the key
 
-    Without a time bias only the schedule is there.
+    Without a time bias there is only the schedule.
     """
 
     schedule: torch.Tensor
@@ -194,7 +193,7 @@ class TileMap(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """The properties of a call that its plan must have been made for."""
+    """The properties of a call that its plan depends on."""
 
     total: int
     num_seqs: int
@@ -218,7 +217,7 @@ class Purpose(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """The result of `attention_plan`: times (None without a time bias) and tile maps (backward: maybe None)."""
+    """The result of `attention_plan`: times (None without a time bias) and tile maps (dq and dkv may be None)."""
 
     purpose: Purpose
     keys: TokenTimes | None
@@ -240,7 +239,7 @@ class AttentionPlan(NamedTuple):
         return cls(purpose, *bundles)
 
 
-_PARTS: Any = (TokenTimes, TokenTimes, TileMap, TileMap, TileMap)  # of a plan, behind its purpose
+_PARTS: Any = (TokenTimes, TokenTimes, TileMap, TileMap, TileMap)  # the types of a plan's fields after `purpose`
 
 
 def features(q: torch.Tensor, v: torch.Tensor, position: bool, time: bool, hopper: bool = False) -> Features:
@@ -292,8 +291,8 @@ class _MapArguments(NamedTuple):
     total: int
     max_seq_len: int
     num_buckets: int
-    owned: int
-    other: int
+    tile_size: int
+    block_size: int
     by_query: bool
 
     @classmethod
@@ -303,13 +302,13 @@ class _MapArguments(NamedTuple):
 
 
 def _new_map(a: _MapArguments, least) -> list[torch.Tensor]:
-    slots = a.total // a.owned + a.seq_offsets.shape[0] - 1
+    slots = a.total // a.tile_size + a.seq_offsets.shape[0] - 1
     new = functools.partial(torch.empty, device=a.seq_offsets.device)
     tensors = [new(slots, 2, dtype=torch.int32)]
     if a.timestamps is not None:
-        row = cdiv(least(a.max_seq_len, a.total), a.other) + 2
+        row = cdiv(least(a.max_seq_len, a.total), a.block_size) + 2
         tensors += [new(slots * row, dtype=torch.int16), new(slots, dtype=torch.int32)]
-        tensors.append(new(slots, least(NEAR.value, row), a.owned * a.other, dtype=torch.uint8))
+        tensors.append(new(slots, least(NEAR.value, row), a.tile_size * a.block_size, dtype=torch.uint8))
     return tensors
 
 
@@ -326,9 +325,9 @@ def _map(*arguments) -> list[torch.Tensor]:
     tiles = TileMap(*tensors)
     slots = tiles.schedule.shape[0]
     constants = dict(
-        MORE=Extension.of(a.mask, a.mask.extension), HAS_TARGETS=a.mask.num_targets is not None,
+        EXTENSION=Extension.of(a.mask, a.mask.extension), HAS_TARGETS=a.mask.num_targets is not None,
         HAS_WINDOW=a.mask.window_size > 0,
-        OWN=a.owned, OTHER=a.other,
+        TILE=a.tile_size, BLOCK=a.block_size,
         BY_QUERY=a.by_query, HIDDEN=masked_bucket(a.num_buckets) if timed else 0, ASM=proven(a.seq_offsets.device),
         CHUNK=16, num_warps=8 if timed else 4,
     )  # fmt: skip
@@ -342,7 +341,7 @@ def _map(*arguments) -> list[torch.Tensor]:
 
 _SCHEMA = (
     f"Tensor seq_offsets, {MASK}, Tensor? timestamps, Tensor? query_timestamps, SymInt total, SymInt max_seq_len, "
-    "int num_buckets, int owned, int other, bool by_query"
+    "int num_buckets, int tile_size, int block_size, bool by_query"
 )
 _map_operator = register_preparation("dense_tile_map", _SCHEMA, _map, _fake_map)
 
@@ -368,7 +367,7 @@ def with_backward(plan: AttentionPlan, seq_offsets, mask: Mask, bias: RelativeBi
 
 
 def make_plan(purpose: Purpose, seq_offsets, mask: Mask, bias: RelativeBias, *, backward: bool) -> AttentionPlan:
-    """Compute `attention_plan` for checked arguments. Without `backward` only the part that the forward pass reads."""
+    """Compute `attention_plan` for checked arguments; without `backward`, only the forward pass's part."""
     keys = queries = None
     if purpose.num_buckets is not None:
         times: Any = context_times(bias, mask.num_context, seq_offsets)[2:]

@@ -1,4 +1,4 @@
-"""Define dense HSTU attention in plain PyTorch: the specification, and the layer that trains on a CPU.
+"""Define dense HSTU attention in plain PyTorch: the kernels' specification, and the CPU backend.
 
 Letters: T tokens of the batch, B sequences, n the longest sequence of a group, H heads, D query/key
 head size, V value head size.
@@ -40,7 +40,7 @@ def hstu_attention_reference(
         tables = sum(x.sum() for x in bias[:2] if x is not None)
         return (v * (q.sum() + k.sum() + tables)).to(dtype)
     bias = context_times(bias, mask.num_context, seq_offsets)
-    if batch == 1:  # without a look at values, which torch.export does not have
+    if batch == 1:  # without reading values, which torch.export does not have
         length = seq_offsets.diff().long()[0]
         return _attend(q, k, v, None, length, scale, normalizer, mask.for_sequences(0), bias).to(dtype)
     check_storage("seq_offsets", seq_offsets, values=True)
@@ -58,7 +58,7 @@ def hstu_attention_reference(
 
 
 def _groups(offsets: list[int]) -> tuple[list[list[int]], list[int]]:
-    """Return (groups of sequences of similar lengths, within a factor of 1.3, to limit padding; token order)."""
+    """Return (groups of sequences whose lengths differ by a factor of 1.3 at most, to limit padding; token order)."""
     lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
     groups: list[list[int]] = []
     for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
@@ -91,7 +91,7 @@ def _attend(q, k, v, begins, lengths, scale, normalizer, mask, bias):
     # Padding needs no mask of its own: no real query sees padded keys, and padded queries are dropped.
     hidden = ~visible if visible.dim() == 2 else ~visible[:, None]
 
-    product = torch.bmm if one else torch.matmul  # the latter would keep torch.export from sequences of one token
+    product = torch.bmm if one else torch.matmul  # with matmul, torch.export excludes sequences of one token
     scores = product(pad(q * scale), pad(k).transpose(-2, -1))  # [B, H, n, n]
     if bias.position is not None or bias.time is not None:
         query_times = key_times = None
@@ -103,5 +103,5 @@ def _attend(q, k, v, begins, lengths, scale, normalizer, mask, bias):
     weights = F.silu(scores).masked_fill(hidden, 0).to(v.dtype)
     out = masked_product(weights, pad(v / normalizer), hidden)  # [B, H, n, V]
     if one:
-        return torch.stack(out.unbind(), 1)  # contiguous, without a look at strides, of which some depend on n
+        return torch.stack(out.unbind(), 1)  # contiguous, without reading strides that depend on n
     return out.transpose(1, 2).flatten(0, 1).index_select(0, inside.flatten().nonzero()[:, 0])

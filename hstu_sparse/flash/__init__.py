@@ -1,4 +1,4 @@
-"""Softmax attention over jagged sequences without padding: FlashAttention forward and backward, and its options."""
+"""Softmax attention over jagged sequences without padding."""
 
 from hstu_sparse.flash.api import flash_attention
 

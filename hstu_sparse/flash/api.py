@@ -1,4 +1,4 @@
-"""Define softmax attention over jagged sequences: the public function, its validation, the choice of implementation.
+"""Define softmax attention over jagged sequences: public function, validation, choice of the backend.
 
 Letters: T, S tokens of queries and of keys, B sequences, H heads of queries, Hkv of keys and values, D query/key and V
 value head size.
@@ -46,30 +46,31 @@ def flash_attention(
 
     Args:
         q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
-        k, v: [S, Hkv, D] and [S, Hkv, V], dtype of q. Hkv divides H: head h of q goes with head h * Hkv // H.
+        k, v: [S, Hkv, D] and [S, Hkv, V], dtype of q. Hkv divides H; head h of q uses head h * Hkv // H.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
-        k_offsets: the same for k and v, from 0 to S; those of q by default. If lengths differ, the last query has the
-            position of the last key.
+        k_offsets: [B+1], int32 or int64, from 0 to S, the offsets of k and v; seq_offsets by default. The last query of
+            a sequence has the position of its last key.
         scale: above 0, D ** -0.5 by default.
-        causal: a query sees no key behind it.
+        causal: whether a query sees no later key.
         window_size: (left, right): t sees from t - left to t + right; -1 for no bound.
         num_targets, target_group_size, num_context, context_sees_all: as for `hstu_attention`; they need causal=True
             and no k_offsets.
-        full_attention_prefix: likewise. Slopes then count positions, and at least 0.
+        full_attention_prefix: as for `hstu_attention`, likewise. With any of these five options, alibi_slopes are
+            multiplied by differences of positions, or 0 where these are negative.
         alibi_slopes: [H] or [B, H] fp32.
         dropout: probability of zeroing a weight, 0 <= dropout < 1.
         seed: int64 tensor of one element on q's device; drawn from torch's generator by default. The dropped weights
-            depend only on it, sequence, head and positions, in both backends and for any division of the work.
+            depend only on seed, sequence, head and positions: they are the same in both backends and on any number of
+            ranks.
         return_lse: also return the log-sum-exp of the scores, [H, T], fp32 (fp64 for fp64), without a gradient.
-        backend: "triton"; "reference"; "cute": FlashAttention-4 (the extra `cute`; fp16 and bf16 on compute capability
-            9.0 to 11.x, D = V a multiple of 8, no alibi_slopes, dropout, candidates, context and prefix); or
-            "auto": reference for CPU tensors, for CUDA tensors triton, or cute where it is installed and measured to be
-            faster (docs/ring.md).
+        backend: "triton", "reference", "cute" or "auto". "cute" is FlashAttention-4 (the extra `cute`): fp16 and bf16,
+            compute capability 9.0 to 11.x, D = V a multiple of 8, without alibi_slopes, dropout, candidates, context
+            and prefix. "auto" chooses the reference for CPU tensors; for CUDA tensors cute, if it is installed,
+            supports the call and was measured to be faster (docs/ring.md), otherwise triton.
 
     Returns:
         [T, H, V], dtype of q, and the log-sum-exp if requested. Gradients flow to q, k and v; only the reference
-        supports
-            second derivatives.
+        supports second derivatives.
 
     Examples:
         >>> seq_offsets = torch.tensor([0, 2, 3])  # two sequences, of 2 and 1 tokens
@@ -94,7 +95,7 @@ def flash_attention(
             raise ValueError(f"k_offsets must be {list(seq_offsets.shape)} as seq_offsets, got {list(k_offsets.shape)}")
         starts = (k_offsets.diff() - seq_offsets.diff()).to(torch.int32)
     options = check_options(q, seq_offsets.shape[0] - 1, scale, causal, window_size, alibi_slopes, dropout, seed)
-    left = min(options.left, 2**31 - 2)  # as good as any longer window
+    left = min(options.left, 2**31 - 2)  # longer than any sequence
     mask = check_mask(
         Mask(num_targets, num_context, left + 1, context_sees_all, target_group_size, full_attention_prefix),
         seq_offsets,
@@ -158,12 +159,12 @@ def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dr
 
 
 def choose_flash_backend(op: str, backend: str, q, value_size: int, size: tuple, options: Options) -> str:
-    """Return "triton", "reference" or "cute", after a check that it takes these tensors and options.
+    """Return "triton", "reference" or "cute", after checking that it supports these tensors and options.
 
     Args:
         q: [T, H, D].
         value_size: V.
-        size: numbers of tokens and of sequences, by which "auto" chooses between triton and cute.
+        size: (number of tokens, number of sequences), by which "auto" chooses between triton and cute.
     """
     if backend == "cute":
         check_cute(op, q, value_size, options)

@@ -19,9 +19,9 @@ def flash_attention_bwd_rows_kernel(
     out, do, lse, rows, q_offsets, num_pieces, total,
     H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PAD_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows [2, H, slots * ROW_BLOCK]: the log-sum-exp in units of log2, and the sum of output times gradient.
+    """Compute rows [2, H, slots * ROW_BLOCK]: the log-sum-exp in units of log2, and the sum over V of out * do.
 
-    Behind a piece's end, and for a query that saw nothing, the log-sum-exp is +inf, so that weights are 0.
+    Past a piece's end, and for a query that sees no key, the log-sum-exp is +inf, so that weights are 0.
     """
     PARTS: tl.constexpr = forward.ROW_BLOCK // BLOCK
     head = tl.program_id(0) % H
@@ -42,7 +42,7 @@ def flash_attention_bwd_rows_kernel(
 
 @triton.jit
 def row_width(num_pieces, total):
-    """Return the entries of a head in `rows`: each piece has slots of ROW_BLOCK, numbered by `locate`."""
+    """Return the number of entries of a head in `rows`, whose slots of ROW_BLOCK queries are those of `locate`."""
     return (tl.cast(total, tl.int64) // forward.ROW_BLOCK + num_pieces) * forward.ROW_BLOCK
 
 
@@ -50,7 +50,7 @@ def row_width(num_pieces, total):
 def _attend_dq(
     acc, q, do, row_lse, row_delta, first, last, t, t_first, q_inside, k, v, k_stride, v_stride, k_length, k_position,
     options,
-    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MORE: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EXTENSION: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -63,10 +63,10 @@ def _attend_dq(
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         s = (k_position + start + n)[None, :]
         if options.slope is not None:
-            scores -= options.slope * forward.span(t, s, options.sequence, MORE).to(tl.float32)
+            scores -= options.slope * forward.distances(t, s, options.sequence, EXTENSION).to(tl.float32)
         if MASKED:
             inside = (start + n < k_length)[None, :]
-            scores = forward.hide(scores, t, s, q_inside, inside, options, HAS_LEFT, HAS_RIGHT, MORE)
+            scores = forward.mask_scores(scores, t, s, q_inside, inside, options, HAS_LEFT, HAS_RIGHT, EXTENSION)
         weights = tl.exp2(scores - row_lse)
         if options.seed is not None:
             keep = forward.dropout_mask(options, t_first, k_position + start, ALIGNED, BLOCK_M, BLOCK_N)
@@ -81,14 +81,14 @@ def flash_attention_bwd_dq_kernel(
     q, k, v, do, rows, before, dq, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, call, left, right,
     slope_stride, seed,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
-    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MORE: tl.constexpr,
+    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EXTENSION: tl.constexpr,
     IN_PLACE: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WGMMA: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of BLOCK_M queries of one head in one program.
 
-    before: None, or the summand [T, H, D] fp32, contiguous. IN_PLACE: it is `dq`.
+    before: None, or a contiguous [T, H, D] fp32, which is added. IN_PLACE: whether `before` is `dq`.
     """
     tile = forward.find_tile(q_offsets, q_starts, num_pieces, H, PIECES, BLOCK_M, True)
     if tile.first < 0:
@@ -114,14 +114,14 @@ def flash_attention_bwd_dq_kernel(
     row_lse = tl.load(rows)[:, None]
     row_delta = tl.load(rows + H * width)[:, None]
     slope = None if call.slopes is None else forward.head_slope(call.slopes, tile, head, slope_stride)
-    sequence = None if MORE is None else forward.mask_sequence(call, tile, q_offsets, left)
+    sequence = None if EXTENSION is None else forward.mask_sequence(call, tile, q_offsets, left)
     pair = tile.sequence * H + head
     options = forward.HeadOptions(call.scale, slope, left, right, seed, pair, call.dropout, sequence)
     acc = tl.zeros([BLOCK_M, PAD_D], tl.float32)
     for i in tl.static_range(PIECES):
         k_begin, k_length, k_position = forward.piece(tile.sequence * PIECES + i, k_offsets, k_starts)
-        if MORE is not None:
-            bounds = forward.masked_key_ranges(first_row, options.sequence, HAS_LEFT, MORE, BLOCK_M, BLOCK_N)
+        if EXTENSION is not None:
+            bounds = forward.masked_key_ranges(first_row, options.sequence, HAS_LEFT, EXTENSION, BLOCK_M, BLOCK_N)
         else:
             bounds = forward.key_ranges(
                 first_row, length, k_length, tile.position - k_position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
@@ -129,13 +129,13 @@ def flash_attention_bwd_dq_kernel(
             )  # fmt: skip
         keys = block_source(row_pointer(k, k_begin, head // GROUP), k.stride_t, k_length, D, BLOCK_N, PAD_D, TMA)
         values = block_source(row_pointer(v, k_begin, head // GROUP), v.stride_t, k_length, V, BLOCK_N, PAD_V, TMA)
-        for part in tl.static_range(3 if MORE is None else 5):
-            if part != 3 and (part > 0 or HAS_LEFT or MORE is not None):  # noqa: SIM102  a compile-time constant
+        for part in tl.static_range(3 if EXTENSION is None else 5):
+            if part != 3 and (part > 0 or HAS_LEFT or EXTENSION is not None):  # noqa: SIM102  a compile-time constant
                 if bounds[part] < bounds[part + 1]:
                     acc = _attend_dq(
                         acc, query, dout, row_lse, row_delta, bounds[part], bounds[part + 1], t, t_first, q_inside,
                         keys, values, k.stride_t, v.stride_t, k_length, k_position, options, D, V, HAS_LEFT, HAS_RIGHT,
-                        MORE, ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
+                        EXTENSION, ALIGNED, PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     inside = q_inside & (d < D_OUT)[None, :]
     result = acc * (call.scale / forward.LOG2_E)
@@ -158,9 +158,9 @@ def row_source(base, length, BLOCK: tl.constexpr, TMA: tl.constexpr):
 
 @triton.jit
 def load_row(base, start, rows, TMA: tl.constexpr):
-    """Load [1, m]: entries start + rows.
+    """Load the entries start + rows as [1, m].
 
-    By descriptor, since Triton would otherwise have each thread copy its entries, four bytes at a time.
+    Without a descriptor each thread would copy its entries to shared memory, four bytes at a time.
     """
     if TMA:
         return base.load([start])[None, :]
@@ -172,7 +172,7 @@ def load_row(base, start, rows, TMA: tl.constexpr):
 def _attend_dkv(
     dk, dv, k, v, first, last, s, s_first, k_inside, q, do, lse, delta, q_stride, do_stride, q_length, q_position,
     options,
-    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MORE: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EXTENSION: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -185,10 +185,10 @@ def _attend_dkv(
         scores = tl.dot(k, tl.trans(query), input_precision=PRECISION) * options.scale
         t = (q_position + start + m)[None, :]
         if options.slope is not None:
-            scores -= options.slope * forward.span(t, s, options.sequence, MORE).to(tl.float32)
+            scores -= options.slope * forward.distances(t, s, options.sequence, EXTENSION).to(tl.float32)
         if MASKED:
             inside = (start + m < q_length)[None, :]
-            scores = forward.hide(scores, t, s, inside, k_inside, options, HAS_LEFT, HAS_RIGHT, MORE)
+            scores = forward.mask_scores(scores, t, s, inside, k_inside, options, HAS_LEFT, HAS_RIGHT, EXTENSION)
         weights = tl.exp2(scores - row_lse)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         passed = weights
@@ -203,23 +203,23 @@ def _attend_dkv(
 
 
 @triton.jit
-def _one_head(
+def _add_head_dkv(
     dk, dv, key, value, head, tile, s, s_first, k_inside, q, do, rows, width, q_offsets, q_starts, call, left, right,
     slope_stride, seed,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, MORE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, EXTENSION: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of one head of queries to dk and dv."""
     slope = None if call.slopes is None else forward.head_slope(call.slopes, tile, head, slope_stride)
-    sequence = None if MORE is None else forward.mask_sequence(call, tile, q_offsets, left)
+    sequence = None if EXTENSION is None else forward.mask_sequence(call, tile, q_offsets, left)
     pair = tile.sequence * H + head
     options = forward.HeadOptions(call.scale, slope, left, right, seed, pair, call.dropout, sequence)
     for i in tl.static_range(PIECES):
         index = tile.sequence * PIECES + i
         begin, length, position = forward.piece(index, q_offsets, q_starts)
-        if MORE is not None:
-            bounds = forward.masked_query_ranges(tile.first, options.sequence, HAS_LEFT, MORE, BLOCK_M, BLOCK_N)
+        if EXTENSION is not None:
+            bounds = forward.masked_query_ranges(tile.first, options.sequence, HAS_LEFT, EXTENSION, BLOCK_M, BLOCK_N)
         else:
             bounds = forward.query_ranges(
                 tile.first, length, tile.length, position - tile.position, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
@@ -230,13 +230,13 @@ def _one_head(
         lse = rows + head * width + (begin // forward.ROW_BLOCK + index) * forward.ROW_BLOCK
         delta = row_source(lse + H * width, length, BLOCK_M, TMA)
         lse = row_source(lse, length, BLOCK_M, TMA)
-        for part in tl.static_range(3 if MORE is None else 5):
-            if part != 3 and (part > 0 or HAS_RIGHT or MORE is not None):  # noqa: SIM102  a compile-time constant
+        for part in tl.static_range(3 if EXTENSION is None else 5):
+            if part != 3 and (part > 0 or HAS_RIGHT or EXTENSION is not None):  # noqa: SIM102  a compile-time constant
                 if bounds[part] < bounds[part + 1]:
                     dk, dv = _attend_dkv(
                         dk, dv, key, value, bounds[part], bounds[part + 1], s, s_first, k_inside, query, dout, lse,
                         delta, q.stride_t, do.stride_t, length, position, options, D, V, HAS_LEFT, HAS_RIGHT,
-                        MORE, ALIGNED,
+                        EXTENSION, ALIGNED,
                         PRECISION, part != 1, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
                     )  # fmt: skip
     return dk, dv
@@ -262,13 +262,13 @@ def flash_attention_bwd_dkv_kernel(
     q, k, v, do, rows, dk, dv, dk_sums, dv_sums, q_offsets, k_offsets, q_starts, k_starts, num_pieces, total, call,
     left, right, slope_stride, seed,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D_OUT: tl.constexpr, V_OUT: tl.constexpr,
-    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MORE: tl.constexpr,
+    PIECES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EXTENSION: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAD_D: tl.constexpr,
     PAD_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of BLOCK_N keys of one head in one program, over the GROUP heads of queries sharing it.
 
-    dk_sums, dv_sums: None, or summands, contiguous.
+    dk_sums, dv_sums: None, or contiguous tensors, which are added.
     """
     # With a causal mask the first tile of a piece has the most work.
     tile = forward.find_tile(k_offsets, k_starts, num_pieces, H // GROUP, PIECES, BLOCK_N, False)
@@ -285,16 +285,16 @@ def flash_attention_bwd_dkv_kernel(
     acc_k = tl.zeros([BLOCK_N, PAD_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     if GROUP == 1:
-        acc_k, acc_v = _one_head(
+        acc_k, acc_v = _add_head_dkv(
             acc_k, acc_v, key, value, k_head, tile, s, s_first, k_inside, q, do, rows, width, q_offsets, q_starts, call,
-            left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, MORE, ALIGNED, PRECISION,
+            left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, EXTENSION, ALIGNED, PRECISION,
             BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
         )  # fmt: skip
     else:
         for head in range(k_head * GROUP, (k_head + 1) * GROUP):
-            acc_k, acc_v = _one_head(
+            acc_k, acc_v = _add_head_dkv(
                 acc_k, acc_v, key, value, head, tile, s, s_first, k_inside, q, do, rows, width, q_offsets, q_starts,
-                call, left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, MORE, ALIGNED,
+                call, left, right, slope_stride, seed, H, D, V, PIECES, HAS_LEFT, HAS_RIGHT, EXTENSION, ALIGNED,
                 PRECISION, BLOCK_M, BLOCK_N, PAD_D, PAD_V, TMA,
             )  # fmt: skip
     acc_k *= call.scale / forward.LOG2_E

@@ -1,7 +1,7 @@
 """Return the compute capability of a GPU as a constant of torch.compile.
 
-It is a separate module: the decorator imports torch._dynamo, which takes a second that nothing else in the package
-needs.
+The function has a module of its own, since its decorator imports torch._dynamo, which takes a second and is not needed
+elsewhere.
 """
 
 import torch

@@ -21,17 +21,17 @@ from hstu_sparse.flash.forward import (
     TOGETHER,
     Call,
     flash_attention_fwd_kernel,
-    flash_attention_longest_kernel,
+    flash_attention_key_norms_kernel,
 )
 from hstu_sparse.flash.reference import Layout, Options, empty_results
 from hstu_sparse.tiles.ranges import Extension
 from hstu_sparse.tiles.rows import Rows, as_rows
 
-# Tokens of a batch from which the launch of `looks_for_bounds` costs less than it saves.
-MANY = 2**15
+# Tokens of a batch from which `uses_score_bounds` saves more than its launch costs.
+MANY_TOKENS = 2**15
 
 
-def _roomy(arch: int) -> bool:
+def _has_large_shared_memory(arch: int) -> bool:
     """Return whether a program has more than 200 KB of shared memory, and products that profit from large tiles."""
     return 90 <= arch < 120
 
@@ -40,70 +40,68 @@ def _roomy(arch: int) -> bool:
 def fwd_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> LaunchConfig:
     """Return tile sizes, warps and pipeline stages of the forward kernel: chosen, not tuned at run time.
 
-    features: those in use, of dropout, alibi, many (tokens).
+    features: those in use out of "dropout", "alibi" and "many" (tokens, see MANY_TOKENS).
     """
-    widest = max(pad_d, pad_v)
+    widest, large = max(pad_d, pad_v), _has_large_shared_memory(arch)
     if dtype == torch.float32:
         return LaunchConfig(BLOCK_M=32, BLOCK_N=32, TMA=False, num_warps=4, num_stages=2 if widest <= 128 else 1)
     if widest > 128:
-        roomy = _roomy(arch)
         return LaunchConfig(
-            BLOCK_M=128 if roomy else 64, BLOCK_N=32, TMA=roomy, num_warps=8, num_stages=2 if roomy else 1
+            BLOCK_M=128 if large else 64, BLOCK_N=32, TMA=large, num_warps=8, num_stages=2 if large else 1
         )
     if "dropout" in features:
-        return LaunchConfig(BLOCK_M=64, BLOCK_N=32, TMA=_roomy(arch), num_warps=4, num_stages=2)
-    if not _roomy(arch):
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=32, TMA=large, num_warps=4, num_stages=2)
+    if not large:
         return LaunchConfig(BLOCK_M=64, BLOCK_N=64, TMA=False, num_warps=4, num_stages=2)
     if "alibi" in features:
         return LaunchConfig(BLOCK_M=128, BLOCK_N=64, TMA=True, num_warps=8, num_stages=2)
     if arch == 90:
-        # Few registers, so that two programs share a multiprocessor: one's softmax overlaps with the other's products.
+        # Few registers, so that two programs share a multiprocessor: the softmax of one overlaps products of the other.
         return LaunchConfig(BLOCK_M=128, BLOCK_N=32, TMA=True, num_warps=8, num_stages=3, maxnreg=128)
     return LaunchConfig(BLOCK_M=128, BLOCK_N=128, TMA=False, num_warps=8, num_stages=2)
 
 
 @configuration
-def looks_for_bounds(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> bool:
-    """Return whether a kernel before forward finds the heads with bounded scores, which need no running maximum."""
+def uses_score_bounds(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> bool:
+    """Return whether to bound each head's scores before the forward kernel, which then may need no running maximum."""
     return arch == 90 and dtype == torch.bfloat16 and max(pad_d, pad_v) <= 128 and features == {"many"}
 
 
 @configuration
 def bwd_dq_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> LaunchConfig:
-    """Return the same for the kernel of dq. WGMMA: for sm_90; q and do are in registers."""
-    widest = max(pad_d, pad_v)
+    """Return the configuration of the kernel of dq. WGMMA: keep q and do in registers, for sm_90."""
+    widest, large = max(pad_d, pad_v), _has_large_shared_memory(arch)
     if dtype == torch.float32:
         return LaunchConfig(
             BLOCK_M=32 if widest <= 64 else 16, BLOCK_N=32, WGMMA=False, TMA=False, num_warps=4, num_stages=1
         )
-    if widest > 128 and _roomy(arch):
+    if widest > 128 and large:
         return LaunchConfig(BLOCK_M=128, BLOCK_N=32, WGMMA=False, TMA=True, num_warps=8, num_stages=2)
     if widest > 128 or widest <= 32 or "dropout" in features:
         warps = 8 if widest > 128 else 4
-        return LaunchConfig(BLOCK_M=64, BLOCK_N=32, WGMMA=False, TMA=_roomy(arch), num_warps=warps, num_stages=1)
-    if not _roomy(arch):
+        return LaunchConfig(BLOCK_M=64, BLOCK_N=32, WGMMA=False, TMA=large, num_warps=warps, num_stages=1)
+    if not large:
         return LaunchConfig(BLOCK_M=64, BLOCK_N=64, WGMMA=False, TMA=False, num_warps=4, num_stages=1)
     return LaunchConfig(BLOCK_M=64, BLOCK_N=64, WGMMA=arch == 90, TMA=True, num_warps=4, num_stages=3)
 
 
 @configuration
 def bwd_dkv_config(pad_d: int, pad_v: int, dtype: torch.dtype, features: frozenset[str], arch: int) -> LaunchConfig:
-    """Return the same for the kernel of dk and dv. TMA: tensor descriptors for queries, to save registers."""
-    widest = max(pad_d, pad_v)
+    """Return the configuration of the kernel of dk and dv. TMA: load queries by descriptor, to save registers."""
+    widest, large = max(pad_d, pad_v), _has_large_shared_memory(arch)
     if dtype == torch.float32:
         return LaunchConfig(BLOCK_M=32 if widest <= 64 else 16, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
     if widest > 128:
-        roomy = _roomy(arch)
         return LaunchConfig(
-            BLOCK_M=32, BLOCK_N=64 if roomy else 32, TMA=False, num_warps=8, num_stages=2 if roomy else 1
+            BLOCK_M=32, BLOCK_N=64 if large else 32, TMA=False, num_warps=8, num_stages=2 if large else 1
         )
-    if not _roomy(arch) or "dropout" in features:
+    if not large or "dropout" in features:
         return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=False, num_warps=4, num_stages=1)
     return LaunchConfig(BLOCK_M=64, BLOCK_N=64, TMA=True, num_warps=4, num_stages=2)
 
 
 class Launch:
-    """The launches for one problem; tensors are on the current device (see registration).
+    """The kernel launches of one call; tensors are on the current device (see core/registration.py).
 
     q: [T, H, D], k: [S, Hkv, D], v: [S, Hkv, V], of one dtype.
     """
@@ -124,15 +122,15 @@ class Launch:
         )  # fmt: skip
         features = {"dropout"} if options.dropout else set()
         features |= {"alibi"} if slopes is not None else set()
-        features |= {"many"} if q.shape[0] >= MANY else set()
+        features |= {"many"} if q.shape[0] >= MANY_TOKENS else set()
         self.sizes = padded_head(self.q.shape[2]), padded_head(self.v.shape[2])
         self.chosen = (*self.sizes, q.dtype, frozenset(features), launch.architecture(q.device))
-        # The parts of wider heads do not fit into the registers.
+        # For wider heads the bf16 parts do not fit into the registers.
         parts = "bf16x6" if max(self.sizes) <= 64 and not INTERPRET else "ieee"
         self.constants = dict(
             H=self.heads, GROUP=self.heads // self.kv_heads, D=self.q.shape[2], V=self.v.shape[2], D_OUT=self.d_out,
             V_OUT=self.v_out, PIECES=layout.pieces, HAS_LEFT=options.left >= 0, HAS_RIGHT=options.right >= 0,
-            MORE=Extension.of(options.mask, options.mask.first_option), ALIGNED=layout.k_starts is None,
+            EXTENSION=Extension.of(options.mask, options.mask.first_option), ALIGNED=layout.k_starts is None,
             PRECISION=precision(q.dtype, parts), PAD_D=self.sizes[0], PAD_V=self.sizes[1],
         )  # fmt: skip
 
@@ -142,36 +140,37 @@ class Launch:
         return as_rows(*tensors, align=tensors[0].dtype != torch.float32)
 
     def _start(self, kernel, rows: int, heads: int, arguments: tuple, config: LaunchConfig, **more) -> None:
-        """Launch a program for each of `rows` whole tiles, and a started one of each piece, and each head."""
+        """Launch a program for each head and each tile: `rows` complete tiles, and a partial one of each piece."""
         if config.TMA:
             launch.allow_descriptors()
         slots = cdiv(rows + self.pieces, TOGETHER.value) * TOGETHER.value
         run(kernel, slots * heads, *arguments, *self.problem, **self.constants, **more, **config)
 
-    def _longest(self) -> torch.Tensor:
+    def _key_norms(self) -> torch.Tensor:
         """Compute [Hkv] fp32: the square of the greatest norm of each head's keys."""
-        longest = torch.zeros(self.kv_heads, dtype=torch.float32, device=self.k.device)
+        key_norms = torch.zeros(self.kv_heads, dtype=torch.float32, device=self.k.device)
         tokens, block = self.k.shape[0], max(16, 8192 // self.sizes[0])
         if tokens:
             run(
-                flash_attention_longest_kernel, cdiv(tokens, block) * self.kv_heads, Rows.of(self.k), longest, tokens,
-                HEADS=self.kv_heads, D=self.k.shape[2], BLOCK=block,
+                flash_attention_key_norms_kernel, cdiv(tokens, block) * self.kv_heads, Rows.of(self.k), key_norms,
+                tokens, HEADS=self.kv_heads, D=self.k.shape[2], BLOCK=block,
                 PAD_D=self.sizes[0],
             )  # fmt: skip
-        return longest
+        return key_norms
 
     def forward(self, out: torch.Tensor, lse: torch.Tensor, *, before=None) -> None:
         """Write out [T, H, V] and lse [H, T] fp32.
 
-        before: [T, H, V] fp32, contiguous, may be `out`: with lse the result of other keys, to be merged.
+        before: the output of other keys, to be merged, whose log-sum-exp is in lse: [T, H, V] fp32, contiguous; may be
+            `out`.
         """
         if not self.q.shape[0]:
             return
         config = fwd_config(*self.chosen)
-        longest = self._longest() if looks_for_bounds(*self.chosen) else None
+        key_norms = self._key_norms() if uses_score_bounds(*self.chosen) else None
         self._start(
             flash_attention_fwd_kernel, self.q.shape[0] // config.BLOCK_M, self.heads,
-            (*self.inputs, longest, before, Rows.of(out), lse), config, IN_PLACE=before is out,
+            (*self.inputs, key_norms, before, Rows.of(out), lse), config, IN_PLACE=before is out,
         )  # fmt: skip
 
     def rows(self, out: torch.Tensor, grad: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -190,7 +189,7 @@ class Launch:
         return rows
 
     def dq(self, grad: torch.Tensor, rows: torch.Tensor, dq: torch.Tensor, *, before=None) -> None:
-        """Write dq [T, H, D]: these keys' part plus `before` ([T, H, D] fp32, contiguous, may be dq)."""
+        """Write dq [T, H, D]: the gradient by these keys, plus `before` ([T, H, D] fp32, contiguous; may be dq)."""
         if not self.q.shape[0]:
             return
         (grad,), config = self.as_rows(grad), bwd_dq_config(*self.chosen)
@@ -200,7 +199,7 @@ class Launch:
         )  # fmt: skip
 
     def dkv(self, grad, rows: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *, sums=None) -> None:
-        """Write dk [S, Hkv, D] and dv [S, Hkv, V]; `sums`: two contiguous summands, which may be dk and dv."""
+        """Write dk [S, Hkv, D] and dv [S, Hkv, V], plus the contiguous tensors `sums`, which may be dk and dv."""
         if not self.k.shape[0]:
             return
         (grad,), config = self.as_rows(grad), bwd_dkv_config(*self.chosen)

@@ -27,7 +27,7 @@ def flash_attention_merge_kernel(
     lse += head.to(tl.int64) * total + token
     first = tl.load(lse, inside, float("-inf"))
     second = tl.load(second_lse + head.to(tl.int64) * total + token, inside, float("-inf"))
-    tl.debug_barrier()  # several threads may read the same rows of lse: all of them before one writes
+    tl.debug_barrier()  # several threads may read the same rows of lse: all must do so before one writes
     peak = tl.maximum(first, second)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     first, second = tl.exp(first - peak), tl.exp(second - peak)
@@ -51,8 +51,8 @@ def merge(
 
     Args:
         first_out, second_out, out: rows of last stride 1; out may be first_out.
-        lse: [H, T] fp32, contiguous: of first_out, afterwards of out.
-        second_lse: the same of second_out. Rows of -inf saw no key.
+        lse: [H, T] fp32, contiguous: the log-sum-exp of first_out, which that of out replaces.
+        second_lse: the log-sum-exp of second_out; -inf for rows that saw no key.
     """
     total, heads, size = first_out.shape
     if not total:

@@ -1,15 +1,15 @@
-"""Compute softmax attention with every option of the kernels in plain PyTorch: the specification, and its arguments.
+"""Compute softmax attention in plain PyTorch, with every option of the kernels: their specification.
 
 Letters: T, S tokens of queries and of keys, B sequences, P pieces of a sequence, n, m the longest sequence of queries
 and of keys, H heads of queries, Hkv of keys and values, D query/key and V value head size.
 
-A sequence may be in memory as P pieces, each with consecutive positions: one in most calls, two if a rank of a ring
-holds an early and a late part. The pieces of a sequence are adjacent in memory, with an entry of the offsets for each;
-`starts` has the position in the sequence at which each begins. Masks, ALiBi and dropout depend on positions, so that
-the division of a sequence changes nothing.
+A sequence is stored as P pieces of consecutive positions: one in most calls, two if a rank of a ring holds an early and
+a late part. The pieces of a sequence are adjacent in memory. The offsets have an entry for each piece, and `starts` has
+the positions at which the pieces begin. Masks, ALiBi and dropout depend only on positions, so that splitting a sequence
+changes no result.
 
-Besides the attention itself there are the steps of a ring, one block of keys at a time: `forward_step` merges its
-result into an output and its log-sum-exp, `backward_step` adds a block's part of the gradients.
+A ring processes one block of keys at a time: `forward_step` merges the attention to a block into an output and its
+log-sum-exp, `backward_step` adds a block's part of the gradients.
 
 Source: Dao, FlashAttention-2 (arXiv 2307.08691); Press et al., ALiBi (arXiv 2108.12409); Salmon et al., Parallel Random
 Numbers (Philox), SC 2011.
@@ -40,10 +40,10 @@ class Options(NamedTuple):
     scale     factor of the scores, above 0
     slopes    [H] or [B, H] fp32 or None: slope * |t - s| is subtracted from the scores (ALiBi)
     dropout   probability of zeroing a weight of the softmax; other weights are divided by 1 - dropout
-    mask      options of the mask for causal attention of sequences to themselves, its window is left + 1; without any
-              of them it is not read. Then |t - s| is the distance in positions, at least 0
-    seed      [1] int64, with dropout. The weight (b, h, t, s) is not dropped if word s % 4 of Philox-4x32-10 with this
-              key and the counter (s // 4, t, b * H + h, 0), without its low 8 bits, is at least dropout * 2^24
+    mask      further options for causal self-attention, with a window of left + 1; read only if one is set. Then the
+              difference of positions, or 0 where it is negative, replaces |t - s|
+    seed      [1] int64, with dropout. The weight (b, h, t, s) is kept if word s % 4 of Philox-4x32-10 with this key and
+              the counter (s // 4, t, b * H + h, 0), shifted right by 8 bits, is at least dropout * 2^24
     """
 
     scale: float
@@ -203,11 +203,11 @@ def positions(offsets: torch.Tensor, starts: torch.Tensor | None, total: int) ->
 def philox(seed: torch.Tensor | int, *counter: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the four words of Philox-4x32-10 (int64 tensors below 2^32), as Triton's tl.philox returns them.
 
-    counter: four tensors of whole numbers that broadcast; their low 32 bits count.
+    counter: four tensors of whole numbers that broadcast; only their low 32 bits are used.
     """
     mask, half = 2**32 - 1, 2**16 - 1
 
-    def product(a: int, x):  # high and low word of a * x, without a number above 2^63
+    def product(a: int, x):  # the high and the low word of a * x, without exceeding 2^63
         low = (a & half) * x
         high = (a >> 16) * x + (low >> 16)
         return high >> 16, ((high & half) << 16) | (low & half)

@@ -24,7 +24,7 @@ from hstu_sparse.core.launch import cdiv, on_device
 from hstu_sparse.core.precision import without_autocast, working_dtype
 from hstu_sparse.core.registration import no_second_derivative
 from hstu_sparse.flash import cute, reference
-from hstu_sparse.flash.cute import Part, Rows, bound
+from hstu_sparse.flash.cute import CuteCall, RowRanges, bound
 from hstu_sparse.flash.reference import Options
 from hstu_sparse.ring.communication import Ring, Transfer, ring_backward
 from hstu_sparse.ring.plan import RingPlan
@@ -42,22 +42,22 @@ def _has_window(options: Options) -> bool:
     return options.left >= 0 or options.right > 0
 
 
-def _rows(plan: RingPlan, rank: int, piece: int | None = None) -> Rows:
+def _rows(plan: RingPlan, rank: int, piece: int | None = None) -> RowRanges:
     """Return the rows of each sequence on a rank, of all pieces or of one."""
     if piece is None or plan.pieces == 1:
-        return Rows(plan.sequences[rank])
-    return Rows(plan.begins[rank, piece], plan.lengths[rank, piece])
+        return RowRanges(plan.sequences[rank])
+    return RowRanges(plan.begins[rank, piece], plan.lengths[rank, piece])
 
 
-def step_parts(plan: RingPlan, source: int, options: Options) -> list[Part]:
+def step_parts(plan: RingPlan, source: int, options: Options) -> list[CuteCall]:
     """Return the calls that compute the attention of this rank's queries to the keys of rank `source`."""
     rank = plan.rank
     if not _has_window(options):
         if source == rank or options.right < 0:
-            return [Part(_rows(plan, rank), _rows(plan, source), right=bound(options.right))]
+            return [CuteCall(_rows(plan, rank), _rows(plan, source), right=bound(options.right))]
         if source < rank:
-            return [Part(_rows(plan, rank), _rows(plan, source, 0))]
-        return [Part(_rows(plan, rank, 1), _rows(plan, source))] if plan.pieces == 2 else []
+            return [CuteCall(_rows(plan, rank), _rows(plan, source, 0))]
+        return [CuteCall(_rows(plan, rank, 1), _rows(plan, source))] if plan.pieces == 2 else []
     parts = []
     for i, (q_start, num_queries) in enumerate(plan.piece_ranges[rank]):
         for j, (k_start, num_keys) in enumerate(plan.piece_ranges[source]):
@@ -71,7 +71,7 @@ def step_parts(plan: RingPlan, source: int, options: Options) -> list[Part]:
                 continue  # no query attends to a key
             left = None if left is not None and left >= num_keys - 1 else left
             right = None if right is not None and right >= num_queries - 1 else right
-            parts.append(Part(_rows(plan, rank, i), _rows(plan, source, j), left, right))
+            parts.append(CuteCall(_rows(plan, rank, i), _rows(plan, source, j), left, right))
     return parts
 
 
@@ -141,7 +141,7 @@ def _backward_cute(grad, q, block, ring: Ring, plan: RingPlan, options: Options,
         torch.add(x, y, out=target)
 
 
-def _buffer(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _buffer(x: torch.Tensor, rows: RowRanges) -> torch.Tensor:
     """Return a tensor for the gradient of x: zeros if a call with these rows does not write all."""
     make = torch.empty if rows.lengths is None else torch.zeros
     return make(x.shape, dtype=x.dtype, device=x.device)

@@ -1,1 +1,1 @@
-"""Device functions: shared by the operators' kernels."""
+"""Device functions that the operators' kernels share."""

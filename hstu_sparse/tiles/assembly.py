@@ -1,11 +1,11 @@
-"""Define inline assembly that accesses memory: its switch, and reads that stay in a tile's layout.
+"""Define inline assembly that loads from memory in a tile's own layout, and the switch that enables it.
 
-Triton has no operations for this, and does not promise that the assembly here, and in bias/sums.py, keeps working. So
-there is a switch: kernels get ASM=True only if `proven` returns true, for architectures and Triton versions on which
-the tests ran. Otherwise, and in the interpreter, plain functions are used: the same results, slower.
+Triton has no such operations, and any release may break the assembly here and in bias/sums.py. So kernels get ASM=True
+only if `proven` returns True: for architectures and Triton versions that the tests have run on. Otherwise, and in the
+interpreter, they use plain operations, with the same results but slower.
 
-No result depends on which thread has which values: a tile only needs at least as many values as the program has
-threads, since some values would otherwise exist twice. The layouts that make it fast are those of wgmma and mma.
+Results do not depend on which thread holds which value. A tile needs at least as many values as the program has
+threads, since otherwise several threads hold the same value. The assembly is fast in the layouts of wgmma and mma.
 """
 
 import torch
@@ -26,7 +26,7 @@ def proven(device: torch.device) -> bool:
 
 @triton.jit
 def look_up(table, index, ASM: tl.constexpr):
-    """Load table[index] (fp32 or int32) for a tile of indices, in the tile's own layout. int32 indices: >= 0.
+    """Load table[index] (fp32 or int32) for a tile of indices, in the tile's own layout; int32 indices must be >= 0.
 
     An ordinary load gets a layout of its own, and converting a tile from there to the tensor cores' layout costs more
     than the load. An elementwise operation keeps its operand's layout.
@@ -51,7 +51,7 @@ def look_up(table, index, ASM: tl.constexpr):
 
 @triton.jit
 def scalar(pointer, ASM: tl.constexpr):
-    """Load one number (int16 or fp32) like tl.load, without Triton moving it through shared memory."""
+    """Load one number (int16 or fp32) as tl.load does, but without passing it through shared memory."""
     if ASM:
         if pointer.dtype.element_ty == tl.int16:
             return tl.inline_asm_elementwise(
@@ -67,7 +67,7 @@ def scalar(pointer, ASM: tl.constexpr):
 
 @triton.jit
 def load_edge(place, ASM: tl.constexpr):
-    """Load (an fp32 number, the int32 behind it) of a pair of 32-bit words, in the tile's own layout."""
+    """Load pairs of adjacent words, (fp32, int32), in the tile's own layout."""
     if ASM:
         edge, below = tl.inline_asm_elementwise(
             "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=f,=r,l", [place.to(tl.int64)], (tl.float32, tl.int32),

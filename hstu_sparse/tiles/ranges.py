@@ -1,6 +1,6 @@
-"""Define what tokens see in the dense kernels: the mask of pairs, and the ranges that a tile walks over.
+"""Define the mask in kernels: which pairs are visible, and the ranges of blocks that a tile iterates over.
 
-core/mask.py has the definition. t and s: the positions of queries and keys in their sequence.
+core/mask.py defines the mask. t and s: the indices of queries and keys in their sequence.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from hstu_sparse.core.mask import Mask
 
 
 class Extension(NamedTuple):
-    """The options of a mask besides candidates and window, which kernels are compiled for."""
+    """The options of a mask besides candidates and window, as compile-time constants."""
 
     CONTEXT: bool
     SEES_ALL: bool
@@ -21,16 +21,16 @@ class Extension(NamedTuple):
 
     @classmethod
     def of(cls, mask: Mask, used: str | None) -> "Extension | None":
-        """Return the extension, None if no option is `used`."""
+        """Return the extension of a mask; None if `used`, the name of an option in use, is None."""
         if used is None:
             return None
         return cls(mask.num_context is not None, *mask[3:])
 
 
 class Sequence(NamedTuple):
-    """One sequence: its number of tokens, of tokens before all candidates, and the window (in tokens).
+    """A sequence: its length, the length of its history (the tokens before all candidates) and its window, in tokens.
 
-    Functions take the kernel's `Extension`, or None, as `more`.
+    Functions that take a sequence also take the kernel's `Extension`, or None.
     """
 
     length: tl.tensor
@@ -48,9 +48,9 @@ class ContextSequence(NamedTuple):
 
 
 @triton.constexpr_function
-def has_context(more):
+def has_context(extension):
     """Return whether sequences have context."""
-    return more is not None and more.CONTEXT
+    return extension is not None and extension.CONTEXT
 
 
 @triton.jit
@@ -68,60 +68,61 @@ def find_sequence(b, seq_offsets, num_targets, window_size, num_context=None):
 
 
 @triton.jit
-def place(t, sequence, HAS_TARGETS: tl.constexpr, more: tl.constexpr = None):
-    """Return a token's position, but for a constant of the sequence: its number, if it is an event."""
+def token_position(t, sequence, HAS_TARGETS: tl.constexpr, extension: tl.constexpr = None):
+    """Return a token's position up to a constant of the sequence: the index of an event is its position."""
     history = sequence.history
     if HAS_TARGETS:
         first = t
         t = tl.minimum(t, history)
-        if more is not None:  # noqa: SIM102
-            if more.GROUP > 1:
-                t += tl.maximum(first - history, 0) % more.GROUP
-    if has_context(more):
+        if extension is not None:  # noqa: SIM102
+            if extension.GROUP > 1:
+                t += tl.maximum(first - history, 0) % extension.GROUP
+    if has_context(extension):
         t = tl.maximum(t, sequence.context - 1)
     return t
 
 
 @triton.jit
-def prefix_tokens(sequence, more: tl.constexpr):
-    """Return how many tokens at the sequence's begin are seen whatever the window, if there is a prefix or context."""
+def prefix_tokens(sequence, extension: tl.constexpr):
+    """Return the number of tokens at the sequence's begin that are visible outside the window: context and prefix."""
     tokens = sequence.length * 0
-    if more is not None:
-        tokens += more.PREFIX
-        if has_context(more):
+    if extension is not None:
+        tokens += extension.PREFIX
+        if has_context(extension):
             tokens += sequence.context
     return tokens
 
 
 @triton.jit
-def front_rows(first_key, sequence, BLOCK_M: tl.constexpr, more: tl.constexpr):
-    """Return the end, a multiple of BLOCK_M, of the context that sees keys from `first_key` on because it sees all."""
+def context_rows(first_key, sequence, BLOCK_M: tl.constexpr, extension: tl.constexpr):
+    """Return the end, a multiple of BLOCK_M, of the context queries that see `first_key` by SEES_ALL; 0 for none."""
     rows = sequence.length * 0
-    if has_context(more):  # noqa: SIM102
-        if more.SEES_ALL:
+    if has_context(extension):  # noqa: SIM102
+        if extension.SEES_ALL:
             rows = (sequence.context + BLOCK_M - 1) // BLOCK_M * BLOCK_M
             rows = tl.where(first_key < sequence.history, rows, 0)
     return rows
 
 
 @triton.jit
-def visible(t, s, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, more: tl.constexpr = None):
-    """Return the mask of the pairs (t, s), two tensors that broadcast against each other."""
+def visible(t, s, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, extension: tl.constexpr = None):
+    """Return the mask of the pairs (t, s); t and s broadcast against each other."""
     mask = (s <= t) & (t < sequence.length)
     history = sequence.history
     if HAS_TARGETS:
-        if more is not None:
-            mask = mask & ((s < history) | (s >= t - tl.maximum(t - history, 0) % more.GROUP))
+        if extension is not None:
+            mask = mask & ((s < history) | (s >= t - tl.maximum(t - history, 0) % extension.GROUP))
         else:
             mask = mask & ((s < history) | (s == t))
     if HAS_WINDOW:
-        if more is not None:
-            near = place(t, sequence, HAS_TARGETS, more) - place(s, sequence, HAS_TARGETS, more) < sequence.window_size
-            mask = mask & (near | (s < prefix_tokens(sequence, more)))
+        if extension is not None:
+            query = token_position(t, sequence, HAS_TARGETS, extension)
+            key = token_position(s, sequence, HAS_TARGETS, extension)
+            mask = mask & ((query - key < sequence.window_size) | (s < prefix_tokens(sequence, extension)))
         else:
             mask = mask & (tl.minimum(t, history) - tl.minimum(s, history) < sequence.window_size)
-    if has_context(more):
-        seen = history if more.SEES_ALL else sequence.context
+    if has_context(extension):
+        seen = history if extension.SEES_ALL else sequence.context
         mask = mask | ((t < sequence.context) & (s < seen))
     return mask
 
@@ -129,11 +130,11 @@ def visible(t, s, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 @triton.jit
 def key_ranges(
     first_row, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, more: tl.constexpr = None,
+    BLOCK_N: tl.constexpr, extension: tl.constexpr = None,
 ):  # fmt: skip
-    """Return (begin, full, diagonal, end), multiples of BLOCK_N: only the keys in full .. diagonal need no mask.
+    """Return (begin, full, diagonal, end) of the keys that a tile of queries sees, multiples of BLOCK_N except `end`.
 
-    Keys of `prefix_tokens` may be seen before `begin`, too.
+    Only the keys full .. diagonal need no mask. Keys of `prefix_tokens` may also be visible before `begin`.
     """
     length, history, window_size = sequence.length, sequence.history, sequence.window_size
     end = tl.minimum(first_row + BLOCK_M, length)
@@ -146,16 +147,16 @@ def key_ranges(
     if HAS_WINDOW:
         begin = tl.maximum(tl.minimum(first_row, history) - window_size + 1, 0) // BLOCK_N * BLOCK_N
         last = history
-        if more is not None:
-            last += more.GROUP - 1
+        if extension is not None:
+            last += extension.GROUP - 1
         full = tl.maximum(tl.minimum(end - 1, last) - window_size + 1 + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         diagonal = tl.maximum(diagonal, begin)
         full = tl.minimum(tl.maximum(full, begin), diagonal)
-    if has_context(more):
-        # Blocks with context need no mask for most queries, but its positions are not its numbers.
+    if has_context(extension):
+        # Most queries see whole blocks of context, but loops without a mask take indices as positions.
         full = tl.maximum(full, (sequence.context + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
         full = tl.minimum(full, diagonal)
-        seen = history if more.SEES_ALL else sequence.context
+        seen = history if extension.SEES_ALL else sequence.context
         end = tl.where(first_row < sequence.context, tl.maximum(end, seen), end)
     return begin, full, diagonal, end
 
@@ -163,11 +164,11 @@ def key_ranges(
 @triton.jit
 def query_ranges(
     first_row, sequence, HAS_TARGETS: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, more: tl.constexpr = None,
+    BLOCK_N: tl.constexpr, extension: tl.constexpr = None,
 ):  # fmt: skip
-    """Return (begin, full, free, end), multiples of BLOCK_M except `end`: only queries in full .. free need no mask.
+    """Return (begin, full, free, end) of the queries that see a tile of keys, multiples of BLOCK_M except `end`.
 
-    Context that sees all comes before `begin`.
+    Only the queries full .. free need no mask. Context queries that see everything come before `begin`: `context_rows`.
     """
     length, history, window_size = sequence.length, sequence.history, sequence.window_size
     end = length
@@ -177,28 +178,28 @@ def query_ranges(
     if HAS_TARGETS:
         if first_row >= history:
             end = tl.minimum(first_row + BLOCK_N, length)
-            if more is not None:
-                end = tl.minimum(first_row + BLOCK_N + (more.GROUP - 1), length)
+            if extension is not None:
+                end = tl.minimum(first_row + BLOCK_N + (extension.GROUP - 1), length)
         if last_key >= history:
             free = 0
     if HAS_WINDOW:
         seen_last = tl.minimum(last_key, history - 1) + window_size
         last = history
-        if more is not None:
-            last += more.GROUP - 1
-            # For tiles with keys of the prefix, `seen_last` and `window_size` are beyond every query.
-            prefix = prefix_tokens(sequence, more)
+        if extension is not None:
+            last += extension.GROUP - 1
+            # Every later query sees a key of the prefix: both bounds move past the last query.
+            prefix = prefix_tokens(sequence, extension)
             seen_last = tl.where(first_row < prefix, length + window_size, seen_last)
             window_size = tl.where(last_key < prefix, length + window_size, window_size)
         if seen_last <= history:
             end = tl.minimum(end, tl.maximum(seen_last, tl.minimum(first_row + BLOCK_N, length)))
         if last - first_row >= window_size:
             free = tl.minimum(free, (first_row + window_size) // BLOCK_M * BLOCK_M)
-    if has_context(more):
+    if has_context(extension):
         beyond = (sequence.context + BLOCK_M - 1) // BLOCK_M * BLOCK_M
         full = tl.where(first_row < sequence.context, tl.maximum(full, beyond), full)
     full = tl.minimum(full, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     begin = first_row // BLOCK_M * BLOCK_M
-    if has_context(more):
+    if has_context(extension):
         begin = tl.where(first_row < sequence.context, 0, begin)
     return begin, full, tl.maximum(tl.minimum(free, end), full), end

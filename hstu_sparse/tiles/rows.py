@@ -1,10 +1,10 @@
-"""Define what kernels share: activations, online softmax, tiles of jagged tensors, tensors whose rows they can read.
+"""Define what kernels share: activations, online softmax, tiles of jagged tensors, loads and stores of rows.
 
 Letters: T tokens of the batch, B sequences, H heads.
 
-Tiles are numbered without reading the offsets on the host: sequence b has its tiles of SIZE tokens from slot
-`offsets[b] // SIZE + b` on, one slot per started tile. Slots of different sequences never overlap, there are
-T // SIZE + B of them in all, and unused ones cost an early return.
+A tile of a jagged batch has a slot, which is computed without reading the offsets on the host: sequence b has its tiles
+of SIZE tokens, the last one possibly partial, from slot `offsets[b] // SIZE + b` on. Slots of different sequences never
+overlap. There are T // SIZE + B slots; a program with an unused one returns at once.
 """
 
 from typing import NamedTuple, TypeVar
@@ -16,7 +16,7 @@ import triton.language as tl
 from hstu_sparse.core import launch
 from hstu_sparse.core.launch import INTERPRET
 
-# A constexpr switch: inline assembly exists only in compiled kernels, including tanh in one instruction.
+# Inline assembly exists only in compiled kernels.
 COMPILED = tl.constexpr(not INTERPRET)
 
 
@@ -57,7 +57,7 @@ def silu_and_grad(x, FAST: tl.constexpr):
 
 @triton.jit
 def silu_of_half(half, FAST: tl.constexpr):
-    """Compute the SiLU of a score in fp32 from half the score, with one product less."""
+    """Compute SiLU(2 * half) in fp32; this saves a multiplication."""
     if FAST and COMPILED:
         return half * tanh_approx(half) + half
     else:
@@ -66,9 +66,9 @@ def silu_of_half(half, FAST: tl.constexpr):
 
 @triton.jit
 def silu_and_grad_of_half(half, FAST: tl.constexpr):
-    """Return (y, its derivative) in fp32, y the SiLU of a score, from half the score.
+    """Return (y, dy/dx) in fp32 for y = SiLU(x), x = 2 * half.
 
-    With u = tanh(half) the derivative is 1 + (y - 1) (1 - u) / 2.
+    With u = tanh(half), dy/dx = 1 + (y - 1) (1 - u) / 2.
     """
     if FAST and COMPILED:
         u = tanh_approx(half)
@@ -80,9 +80,9 @@ def silu_and_grad_of_half(half, FAST: tl.constexpr):
 
 @triton.jit
 def drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Zero the values that the mask of (seed, row, column) drops, and divide the others by 1 - dropout.
+    """Apply dropout: zero the values that (seed, row, column) drops, and divide the others by 1 - dropout.
 
-    One Philox call gives four columns their random numbers, of which 24 bits decide.
+    One Philox call yields the random numbers of four columns. 24 bits of a number decide.
     """
     zero = tl.zeros([ROWS, BLOCK_C // 4], tl.int32)
     first, second, third, fourth = tl.philox(
@@ -95,7 +95,7 @@ def drop(values, seed, row, dropout, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def locate(offsets, slot, B, SIZE):
-    """Return (sequence, its first token, its length, tile within it) of a slot; the tile may lie past the end."""
+    """Return (sequence, its first token, its length, the tile's index) of a slot; unused slots lie past the end."""
     low = 0
     high = B - 1
     while low < high:
@@ -111,7 +111,7 @@ def locate(offsets, slot, B, SIZE):
 
 @triton.jit
 def head_and_slot(number, slots, H, together):
-    """Return (head, slot) of a number: each head's `together` slots, one head after another, then the next slots."""
+    """Return (head, slot) of a number: `together` slots of the first head, of the second, ..., then the next slots."""
     chunk = number // (together * H)
     in_chunk = number - chunk * (together * H)
     size = tl.minimum(together, slots - chunk * together)
@@ -119,14 +119,14 @@ def head_and_slot(number, slots, H, together):
 
 
 @triton.jit
-def numbered(h, slot, slots, H, together):
-    """Return the number of a head's slot if all heads process `together` slots one after another."""
+def head_slot_number(h, slot, slots, H, together):
+    """Invert `head_and_slot`."""
     first = slot // together * together
     return first * H + h * tl.minimum(together, slots - first) + (slot - first)
 
 
 class Rows(NamedTuple):
-    """A tensor [T, H, size] with adjacent channels, as kernels take it: pointer, strides between tokens and heads."""
+    """A tensor [T, H, size] with adjacent channels: its pointer, and strides between tokens and between heads."""
 
     pointer: object
     stride_t: object
@@ -173,10 +173,10 @@ def gather_rows(base, rows, stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, stride, mask, row, column, SIZE: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr):
-    """Apply load_rows to consecutive rows; with TMA `base` is a tensor descriptor, read from (row, column) on.
+    """Load consecutive rows as `load_rows` does; with TMA `base` is a tensor descriptor, read from (row, column) on.
 
-    A descriptor ignores sequences: behind the last token it loads the next sequence's rows, which the caller must
-    weight with zero.
+    A descriptor ignores sequences: past the last token it loads the next sequence's rows, which the caller must
+    give zero weight.
     """
     if TMA:
         return base.load([row, column])
@@ -188,7 +188,7 @@ def load_tile(base, rows, stride, mask, row, column, SIZE: tl.constexpr, PADDED:
 def block_source(base, stride, length, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
     """Return the source from which `load_block` reads blocks of BLOCK rows: `base`, or its tensor descriptor."""
     if TMA:
-        # An empty matrix is never read, but a descriptor has at least one row.
+        # A descriptor has at least one row, also that of an empty matrix.
         return tl.make_tensor_descriptor(base, [tl.maximum(length, 1), SIZE], [stride, 1], [BLOCK, WIDTH])
     else:
         return base
@@ -237,8 +237,9 @@ def store_rows(base, rows, stride, mask, value, SIZE: tl.constexpr, PADDED: tl.c
 
 @triton.jit
 def opaque(x):
-    """Return x (int32 or int64) through assembly that hides its value from the compiler: expressions of it are
-    recomputed instead of staying in registers, and no divisibility is assumed.
+    """Return x (int32 or int64), hiding its value from the compiler.
+
+    Expressions of x are then recomputed instead of kept in registers, and no divisibility is assumed.
     """
     if COMPILED:
         if x.dtype.primitive_bitwidth == 64:
@@ -251,27 +252,27 @@ def opaque(x):
 
 @triton.jit
 def row_norms(x):
-    """Compute the norms of the rows of x, fp32, each divided by its greatest element first: no square overflows."""
+    """Compute the norm of each row of x in fp32, scaled by its greatest element so that no square overflows."""
     largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
     ratio = x * (1.0 / largest)[:, None]
     return largest * tl.sqrt(tl.sum(ratio * ratio, 1))
 
 
 @triton.jit
-def in_registers(x, WANTED: tl.constexpr):
-    """Put x, the left operand of products, into registers if WANTED, so that shared memory is read once.
+def in_registers(x, HOLD: tl.constexpr):
+    """Put x, the left operand of products, into registers if HOLD, so that shared memory is read once.
 
-    Triton does so only with results of products: this one adds zeros.
+    Triton keeps only results of products in registers, so a product of zeros is added.
     """
-    if WANTED:
+    if HOLD:
         none = tl.dot(tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype))
         return (x.to(tl.float32) + none).to(x.dtype)
     else:
         return x
 
 
-# Tensors of one launch, and rows of a program's tile.
-_MOST, _ROWS = 4, 32
+# Tensors of a launch of `pad_heads_kernel`, and rows of a program.
+_MAX_TENSORS, _ROWS = 4, 32
 
 
 @triton.jit
@@ -309,13 +310,13 @@ def as_rows(*tensors: _Rows, align: bool = True) -> list[_Rows]:
 
     Channels become adjacent. With `align` rows can be read 16 bytes at a time: the last dimension is padded with zeros
     to a multiple of 16, and tensors that are not aligned, or are expanded (tensor descriptors do not support stride 0),
-    are copied. The views of a fused projection are returned unchanged. A copy costs less than reading a head of e.g. 25
-    two bytes at a time, once for every block; zeros change no sum.
+    are copied. Views of a fused projection are returned unchanged. A copy costs less than reading heads of, say, 25
+    channels two bytes at a time in every block. The zeros change no sum.
 
     Args:
-        tensors: [..., size], or None, which is returned. Heads [T, H, size] are padded by one kernel, up to four with
-            the same T and H.
-        align: False for kernels that read any row whose channels are adjacent.
+        tensors: [..., size], or None, which is returned as None. Heads [T, H, size] are padded by one kernel, up to
+            four with the same T and H.
+        align: False for kernels that need only adjacent channels.
     """
     if not align:
         return [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors]
@@ -333,14 +334,14 @@ def _padded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Pad the last dimension of the tensors to a multiple of 16, by one kernel if possible."""
     first = tensors[0] if tensors else None
     if (
-        not 0 < len(tensors) <= _MOST
+        not 0 < len(tensors) <= _MAX_TENSORS
         or not first.numel()
         or any(x.dim() != 3 or x.shape[:2] != first.shape[:2] or x.stride(-1) != 1 for x in tensors)
     ):
         return [torch.nn.functional.pad(x, (0, -x.shape[-1] % 16)) for x in tensors]
     tokens, heads, _ = first.shape
     padded = [x.new_empty(tokens, heads, launch.cdiv(x.shape[2], 16) * 16) for x in tensors]
-    spare = [None] * (_MOST - len(tensors))
+    spare = [None] * (_MAX_TENSORS - len(tensors))
     strides = [stride for x in tensors for stride in x.stride()[:2]] + [0, 0] * len(spare)
     sizes = dict(zip("ABCD", [x.shape[2] for x in tensors] + [0] * len(spare)))
     width = launch.next_power_of_2(max(x.shape[2] for x in padded))
@@ -352,26 +353,26 @@ def _padded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @triton.jit
-def finite_or_zero(most):
-    """Return what to subtract from scores with maximum `most`: 0 if that is -inf, since a difference would be NaN."""
-    return tl.where(most == float("-inf"), 0.0, most)
+def finite_or_zero(row_max):
+    """Return row_max, with 0 in place of -inf, from which subtracting -inf would give NaN."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
-def add_scores(most, total, scores):
-    """Return (the rows' new maxima, new sums, weights of a block of scores, factor of what was summed before).
+def add_scores(row_max, row_sum, scores):
+    """Update an online softmax by a block of scores: return (row_max, row_sum, weights, factor of earlier sums).
 
-    most, total: [rows], at first -inf and 0; scores: [rows, keys], -inf where masked. Weights are relative to the
-    maximum; a row without a key has weights of 0.
+    row_max, row_sum: [rows], at first -inf and 0; scores: [rows, keys] in units of log 2, -inf where masked. Weights
+    are relative to row_max; those of a row without keys are 0.
     """
-    higher = tl.maximum(most, tl.max(scores, 1))
-    base = finite_or_zero(higher)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = finite_or_zero(new_max)
     weights = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(most - base)
-    return higher, total * shrink + tl.sum(weights, 1), weights, shrink
+    rescale = tl.exp2(row_max - base)
+    return new_max, row_sum * rescale + tl.sum(weights, 1), weights, rescale
 
 
 @triton.jit
-def log_sum(most, total):
-    """Return the logarithm of the sum of rows' exponentials, 0 for a row without a key."""
-    return tl.where(total == 0.0, 0.0, most + tl.log2(total))
+def log_sum(row_max, row_sum):
+    """Return the log-sum-exp of rows in units of log 2, 0 for a row without keys."""
+    return tl.where(row_sum == 0.0, 0.0, row_max + tl.log2(row_sum))

@@ -241,7 +241,7 @@ def test_a_plan_that_does_not_fit_is_refused():
     shared_plan = bsa_plan(q, *rest[2:4], block_size=32, bias=bias, backend="triton")
     with pytest.raises(ValueError, match=r"plan was made for .*block_size=32.* needs a plan for .*block_size=16"):
         bsa_attention(q, *rest, **shape, bias=bias, backend="triton", plan=shared_plan)
-    with pytest.raises(ValueError, match="the reference takes no plan"):
+    with pytest.raises(ValueError, match="plan must be None with backend='reference'"):
         bsa_attention(q, *rest, **shape, bias=bias, plan=shared_plan)
     assert bsa_plan(q, *rest[2:4], block_size=16, bias=bias) is None
 

@@ -186,7 +186,7 @@ def test_auto_takes_hopper_for_long_sequences(d, monkeypatch):
     for _ in range(2):
         graph.replay()
         assert all(same(captured, expected))
-    monkeypatch.setattr(configs, "HOPPER_FROM", 1025)
+    monkeypatch.setattr(configs, "HOPPER_MIN_LENGTH", 1025)
     assert all(same(passes(hstu_attention), by_triton))
 
 

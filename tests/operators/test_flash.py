@@ -150,7 +150,7 @@ def test_with_and_without_a_maximum(large):
     for step, keep in enumerate((first, ~first)):
         layout = Layout(offsets, parts[step], torch.zeros_like(starts[0]), starts[step])
         step_launch = launch.Launch(q, k[keep], v[keep], layout, Options(scale, -1, 0))
-        with override(launch.fwd_config, lambda *_: config), override(launch.looks_for_bounds, lambda *_: True):
+        with override(launch.fwd_config, lambda *_: config), override(launch.uses_score_bounds, lambda *_: True):
             step_launch.forward(out, lse, before=out if step else None)
     wide = [x.double() for x in (q, k, v)]
     right, right_lse = flash_attention_reference(*wide, Layout(offsets, offsets), Options(scale, -1, 0))
@@ -174,7 +174,7 @@ def test_what_is_known_is_not_lost_beside_no_maximum():
         start = torch.tensor([keys.start], dtype=torch.int32, device=DEVICE)
         layout = Layout(whole, make_offsets([keys.stop - keys.start], device=DEVICE), torch.zeros_like(start), start)
         step_launch = launch.Launch(q, k[keys], v[keys], layout, Options(1.0, -1, 0))
-        with override(launch.fwd_config, lambda *_: config), override(launch.looks_for_bounds, lambda *_: True):
+        with override(launch.fwd_config, lambda *_: config), override(launch.uses_score_bounds, lambda *_: True):
             step_launch.forward(out, lse, before=out if keys.start else None)
     wide = [x.double() for x in (q, k, v)]
     right, right_lse = flash_attention_reference(*wide, Layout(whole, whole), Options(1.0, -1, 0))

@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(dropout=0.1), "does not take dropout; use backend='triton'"),
-        (dict(alibi_slopes=torch.ones(2)), "does not take alibi_slopes; use backend='triton'"),
-        (dict(dtype=torch.float32), "does not take torch.float32; use backend='triton'"),
+        (dict(dropout=0.1), "does not support dropout; use backend='triton'"),
+        (dict(alibi_slopes=torch.ones(2)), "does not support alibi_slopes; use backend='triton'"),
+        (dict(dtype=torch.float32), "does not support torch.float32; use backend='triton'"),
         (dict(size=50), r"head sizes D=50, V=50 \(only D = V, multiples of 8 from 24 to 256\); use backend='triton'"),
         (dict(size=16), r"head sizes D=16, V=16 \(only D = V, multiples of 8 from 24 to 256\); use backend='triton'"),
         (dict(size=264), "head sizes D=264, V=264 .*; use backend='triton'"),

@@ -1,8 +1,8 @@
-"""Define the dense kernels for Hopper, in Gluon: what `specialize` (tiles.py) does with a tile. See docs/dense.md.
+"""Define the dense kernels for Hopper in Gluon: the computations that `specialize` (tiles.py) runs on each tile.
 
-Tiles are of queries, and of keys for dk and dv, where the ring has blocks of queries and of do and scores are
-transposed, keys x queries. q, k, v and do are tensor descriptors [T, heads side by side], head_strides those of their
-heads; outputs are `Rows`.
+For the output and dq, tiles are of queries and the ring has blocks of keys and values. For dk and dv, tiles are of keys
+and the ring has blocks of queries and do; scores are transposed, keys x queries. q, k, v and do are tensor descriptors
+[T, heads side by side], head_strides the strides between their heads; outputs are `Rows`. See docs/dense.md.
 
 Letters: H heads, D query/key head size, V value head size, N max_seq_len.
 """
@@ -48,9 +48,9 @@ def output_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind:
     mask = visible(t, tile.last + s, tile.sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
     pairs = rounded_pairs(gl.where(mask, half * tanh_approx(half) + half, 0.0), DTYPE)
     for PART in gl.static_range(3):
-        if PART == 1 or (PART == 0 and (kind.HAS_TARGETS or kind.OTHER < kind.OWN)) or (PART == 2 and kind.HAS_WINDOW):
+        if PART == 1 or (PART == 0 and (kind.HAS_TARGETS or kind.BLOCK < kind.TILE)) or (PART == 2 and kind.HAS_WINDOW):
             latest, stop = loop_bounds(tile, PART, kind)
-            for start in range(latest, stop - 1, -kind.OTHER):
+            for start in range(latest, stop - 1, -kind.BLOCK):
                 before = stage
                 phase_before = phase
                 stage = (stage + 1) % kind.STAGES
@@ -102,7 +102,7 @@ def dense_attention_fwd_hopper_kernel(
 
 @gluon.jit
 def silu_slope(half):
-    """Return twice SiLU's derivative minus 1 of a tile of scores, which are passed halved: see dense/kernels.py."""
+    """Return twice SiLU's derivative minus 1 of a tile of halved scores: see dense/kernels.py."""
     u = tanh_approx(half)
     return (half - half * u * u) + u
 
@@ -131,9 +131,9 @@ def dq_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl.
     mask = visible(t, tile.last + s, tile.sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
     pairs = rounded_pairs(gl.where(mask, ds, 0.0), DTYPE)
     for PART in gl.static_range(3):
-        if PART == 1 or (PART == 0 and (kind.HAS_TARGETS or kind.OTHER < kind.OWN)) or (PART == 2 and kind.HAS_WINDOW):
+        if PART == 1 or (PART == 0 and (kind.HAS_TARGETS or kind.BLOCK < kind.TILE)) or (PART == 2 and kind.HAS_WINDOW):
             latest, stop = loop_bounds(tile, PART, kind)
-            for start in range(latest, stop - 1, -kind.OTHER):
+            for start in range(latest, stop - 1, -kind.BLOCK):
                 before = stage
                 stage = (stage + 1) % kind.STAGES
                 phase ^= stage == 0
@@ -180,8 +180,8 @@ def dense_attention_bwd_dq_hopper_kernel(
 
 
 @gluon.jit
-def weigh(half):
-    """Return (SiLU, twice its slope minus 1) of a tile of scores, which are passed halved: see dense/kernels.py."""
+def silu_and_slope(half):
+    """Return (SiLU, twice its derivative minus 1) of a tile of halved scores: see dense/kernels.py."""
     u = tanh_approx(half)
     z = half * u
     return half + z, (half - z * u) + u
@@ -208,7 +208,7 @@ def dkv_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl
         latest, stop = loop_bounds(tile, PART, kind)
         if PART == 0:
             latest = tile.last
-        for start in range(latest, stop - 1, -kind.OTHER):
+        for start in range(latest, stop - 1, -kind.BLOCK):
             mbarrier.wait(ring.a_full.index(stage), phase)
             query = ring.a.index(stage)
             scores = warpgroup_mma(key, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -216,7 +216,7 @@ def dkv_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl
             dout = ring.b.index(stage)
             dp = warpgroup_mma(value, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(scores,))
-            weights, slope = weigh(scores * half_scale)
+            weights, slope = silu_and_slope(scores * half_scale)
             if PART != 1:
                 mask = visible(start + t, s, tile.sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
                 weights = gl.where(mask, weights, 0.0)
@@ -239,7 +239,7 @@ def dkv_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl
 
 @gluon.jit
 def dv_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl.constexpr):
-    """Compute dv of a tile of 64 keys, and pass SiLU's slopes to the group that computes dk."""
+    """Compute dv of a tile of 64 keys, and store SiLU's slopes for the group that computes dk."""
     _, dv, factors, slopes, slopes_full = output
     half_scale, half_inverse_n, _ = factors
     keys = rows[0][2]
@@ -254,13 +254,13 @@ def dv_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl.
         latest, stop = loop_bounds(tile, PART, kind)
         if PART == 0:
             latest = tile.last
-        for start in range(latest, stop - 1, -kind.OTHER):
+        for start in range(latest, stop - 1, -kind.BLOCK):
             mbarrier.wait(ring.a_full.index(stage), phase)
             query = ring.a.index(stage).permute((1, 0))
             scores = warpgroup_mma(key, query, zeros, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(ring.a_empty.index(stage), count=1)
-            weights, slope = weigh(scores * half_scale)
+            weights, slope = silu_and_slope(scores * half_scale)
             if PART != 1:
                 mask = visible(start + t, s, tile.sequence, kind.HAS_TARGETS, kind.HAS_WINDOW)
                 weights = gl.where(mask, weights, 0.0)
@@ -291,7 +291,7 @@ def dk_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl.
     zeros = block[2]
     value = values.index(slot)
     sums = gl.zeros([HALF, D], gl.float32, SUMS)
-    for _ in range(tile.last, tile.first - 1, -kind.OTHER):
+    for _ in range(tile.last, tile.first - 1, -kind.BLOCK):
         mbarrier.wait(ring.b_full.index(stage), phase)
         dout = ring.b.index(stage).permute((1, 0))
         dp = warpgroup_mma(value, dout, zeros, use_acc=False, is_async=True)

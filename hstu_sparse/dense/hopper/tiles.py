@@ -1,17 +1,17 @@
 """Define the shared parts of the dense kernels for Hopper: warps with roles, in Gluon (Triton with explicit layouts).
 
-A program has tiles of 128 queries (for dk and dv: keys) of one head, one tile after another, and nine warps: two groups
-of four (`HALF` rows each) that multiply, and one (`produce`) that copies. That one takes the next tile's number from a
-counter in memory, and copies the tile's rows, and block by block the keys and values (queries and do) that they meet,
-into a ring in shared memory, by tensor descriptor. Barriers in shared memory say which stages of the ring are full and
-which are empty. While one group computes SiLU the tensor cores multiply for the other.
+A program processes tiles of 128 queries (for dk and dv: keys) of one head one after another. It has nine warps: two
+groups of four that multiply (`multiply`, `HALF` rows each) and one that copies (`produce`). `produce` takes the next
+tile's number from a counter in memory. By tensor descriptor it copies the tile's rows, and block by block the keys and
+values (for dk and dv: queries and do) to a ring in shared memory. Barriers mark each stage of the ring as full or
+empty. While one group computes SiLU, the tensor cores multiply for the other.
 
-The sums of dk and dv of heads of 256 need the registers of both groups for 64 keys: one computes dv, the other dk.
+For heads of 256, the sums of dk and dv of 64 keys need the registers of both groups: one computes dv, the other dk.
 
-Blocks are walked from the last one back: of a tile of queries the first one is then the one with masks. The kernels
-take no bias. docs/dense.md has a picture.
+Loops over blocks start from the last block, so that a tile of queries begins with the blocks that need masks. The
+kernels support no bias. docs/dense.md has a picture.
 
-Letters: T tokens of the batch, H heads, D size of a head. t and s: the positions of queries and keys in their sequence.
+Letters: T tokens of the batch, H heads, D size of a head. t and s: the indices of queries and keys in their sequence.
 """
 
 from typing import NamedTuple
@@ -59,13 +59,13 @@ class Batch(NamedTuple):
 class Kind(NamedTuple):
     """The constants that a kernel is compiled for.
 
-    OWN: rows of a tile, 128, or 64 if both groups have all of them; OTHER: of a block; TILES: tiles in shared memory;
-    BY_QUERY: tiles are of queries.
+    TILE: rows of a tile, 128, or 64 if both groups process all rows; BLOCK: rows of a block; TILES: tiles in shared
+    memory; BY_QUERY: whether tiles are of queries.
     """
 
     H: gl.constexpr
-    OWN: gl.constexpr
-    OTHER: gl.constexpr
+    TILE: gl.constexpr
+    BLOCK: gl.constexpr
     STAGES: gl.constexpr
     TILES: gl.constexpr
     BY_QUERY: gl.constexpr
@@ -95,7 +95,7 @@ class Queue(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Blocks [STAGES, OTHER, D] in shared memory and their barriers. a: keys, or queries; b: values, or do."""
+    """Blocks [STAGES, BLOCK, D] in shared memory and their barriers. a: keys, or queries; b: values, or do."""
 
     a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
@@ -141,23 +141,23 @@ def find_tile(head, b, index, batch, kind: gl.constexpr):
     """Return the `Tile` of an entry of a schedule, which counts tiles of queries from the sequence's end."""
     begin, sequence = find_sequence(b, batch.seq_offsets, batch.num_targets, batch.window_size)
     if kind.BY_QUERY:
-        first_row = ((sequence.length + kind.OWN - 1) // kind.OWN - 1 - index) * kind.OWN
+        first_row = ((sequence.length + kind.TILE - 1) // kind.TILE - 1 - index) * kind.TILE
         first, free, masked, end = key_ranges(
-            first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, kind.OWN, kind.OTHER
+            first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, kind.TILE, kind.BLOCK
         )
     else:
-        first_row = index * kind.OWN
+        first_row = index * kind.TILE
         first, free, masked, end = query_ranges(
-            first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, kind.OTHER, kind.OWN
+            first_row, sequence, kind.HAS_TARGETS, kind.HAS_WINDOW, kind.BLOCK, kind.TILE
         )
-    last = (end - 1) // kind.OTHER * kind.OTHER
-    masked = gl.minimum(masked, last)  # the last block is always masked, even if it is whole
+    last = (end - 1) // kind.BLOCK * kind.BLOCK
+    masked = gl.minimum(masked, last)  # the last block is always masked, even a complete one
     return Tile(head, begin.to(gl.int32), sequence, first_row, first, gl.minimum(free, masked), masked, last)
 
 
 @gluon.jit
-def take(queue, n, TILES: gl.constexpr):
-    """Return (head, sequence, tile) of a program's n-th tile; the sequence is -1 after the last one."""
+def next_tile(queue, n, TILES: gl.constexpr):
+    """Wait for a program's n-th tile and return (head, sequence, tile); the sequence is -1 after the last one."""
     slot = n % TILES
     mbarrier.wait(queue.full.index(slot), n // TILES % 2)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -167,7 +167,7 @@ def take(queue, n, TILES: gl.constexpr):
 
 
 @gluon.jit
-def put(queue, slot, head, b, index):
+def put_tile(queue, slot, head, b, index):
     """Store the head, sequence and tile of a program's next tile in the queue."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     queue.numbers.index(slot * 3).store(gl.full([1], 0, gl.int32, LAYOUT) + head)
@@ -192,7 +192,7 @@ def copy_block(source, place, block, full, inside, copied, cleared, CLEAR: gl.co
     """Copy a block from the tensor at `place` to shared memory, and arrive at the barrier `full`.
 
     CLEAR: set rows from `inside` on, which belong to another sequence, to zero, since a weight of zero times an
-    infinity is NaN. copied: a barrier for that, which was used `cleared` times before.
+    infinity is NaN. copied: the barrier of that copy, used `cleared` times so far.
     """
     BYTES: gl.constexpr = source.block_shape[0] * source.block_shape[1] * 2
     if CLEAR and inside < source.block_shape[0]:
@@ -209,13 +209,13 @@ def copy_block(source, place, block, full, inside, copied, cleared, CLEAR: gl.co
 
 @gluon.jit
 def produce(rows, a, b, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_A: gl.constexpr, CLEAR_B: gl.constexpr):
-    """Copy the tiles of a program and, block by block, what they meet.
+    """Copy a program's tiles and, for each, the blocks of the other side.
 
-    Programs take tiles as they come to them, so that none idles while others have much to do.
+    Programs take tiles dynamically, so that none is idle while others have much to do.
 
-    rows: (tensor descriptor, stride of its heads, shared memory [TILES, OWN, D]) of each tensor that a tile has rows
-    of; a, b: (tensor descriptor, stride of its heads) of those in the ring. copied: two barriers for `copy_block`.
-    CLEAR_A, CLEAR_B: whether their rows behind the sequence's end become zeros.
+    rows: (tensor descriptor, stride of its heads, shared memory [TILES, TILE, D]) of the tensors whose rows a tile has;
+    a, b: (tensor descriptor, stride of its heads) of those in the ring. copied: two barriers for `copy_block`.
+    CLEAR_A, CLEAR_B: whether to zero their rows past the sequence's end.
     """
     i = 0
     n = 0
@@ -231,7 +231,7 @@ def produce(rows, a, b, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_A:
         sequence = gl.load(entry, inside_schedule, -1)
         index = gl.load(entry + 1, inside_schedule, 0)
         some = sequence >= 0
-        put(queue, slot, head, sequence, index)
+        put_tile(queue, slot, head, sequence, index)
         if some:
             mbarrier.arrive(queue.full.index(slot), count=1)
             tile = find_tile(head, sequence, index, batch, kind)
@@ -239,7 +239,7 @@ def produce(rows, a, b, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_A:
                 source, stride_h, target = rows[which]
                 place = [tile.begin + tile.first_row, tile.head * stride_h]
                 copy_block(source, place, target.index(slot), queue.full.index(slot), 0, copied.index(0), 0, False)
-            for start in range(tile.last, tile.first - 1, -kind.OTHER):
+            for start in range(tile.last, tile.first - 1, -kind.BLOCK):
                 stage = i % kind.STAGES
                 phase = i // kind.STAGES & 1 ^ 1
                 row = tile.begin + start
@@ -252,7 +252,7 @@ def produce(rows, a, b, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_A:
                 place = [row, tile.head * b[1]]
                 full = ring.b_full.index(stage)
                 copy_block(b[0], place, ring.b.index(stage), full, inside, copied.index(1), cleared, CLEAR_B)
-                cleared += inside < kind.OTHER
+                cleared += inside < kind.BLOCK
                 i += 1
             number = gl.num_programs(0) + gl.atomic_add(batch.taken, 1, sem="relaxed")
         else:
@@ -265,20 +265,20 @@ def multiply(COMPUTE: gl.constexpr, output, rows, queue, ring, batch, kind: gl.c
     """Compute one group's part of each tile of a program: half the rows, or one of two results.
 
     COMPUTE(tile, block, output, rows, slot, ring, stage, phase, turn, kind, WHICH) stores a tile's results, and
-    returns (stage, phase, turn) for the next one. block: rows [64, 1] of the tile and columns [1, OTHER] of a block, in
-    the layout of their scores, and zeros [64, OTHER]; slot: the tile's place in the shared memory of `rows`; stage,
+    returns (stage, phase, turn) for the next one. block: rows [64, 1] of the tile and columns [1, BLOCK] of a block, in
+    the layout of their scores, and zeros [64, BLOCK]; slot: the tile's place in the shared memory of `rows`; stage,
     phase: the next block's place in the ring and the phase of its barriers; turn: the phase of the barriers by which
-    the groups of the forward pass multiply in turn.
+    the groups of the forward pass alternate.
     """
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.OTHER, 16])
-    row = WHICH * (kind.OWN - HALF) + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))[:, None]
-    column = gl.arange(0, kind.OTHER, gl.SliceLayout(0, SCORES))[None, :]
-    block = row, column, gl.zeros([HALF, kind.OTHER], gl.float32, SCORES)
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK, 16])
+    row = WHICH * (kind.TILE - HALF) + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))[:, None]
+    column = gl.arange(0, kind.BLOCK, gl.SliceLayout(0, SCORES))[None, :]
+    block = row, column, gl.zeros([HALF, kind.BLOCK], gl.float32, SCORES)
     n = 0
     stage = 0
     phase = 0
     turn = 1 - WHICH
-    head, b, index = take(queue, 0, kind.TILES)
+    head, b, index = next_tile(queue, 0, kind.TILES)
     while b >= 0:
         tile = find_tile(head, b, index, batch, kind)
         slot = n % kind.TILES
@@ -286,7 +286,7 @@ def multiply(COMPUTE: gl.constexpr, output, rows, queue, ring, batch, kind: gl.c
         fence_async_shared()  # the next copy overwrites the results in shared memory
         mbarrier.arrive(queue.empty.index(slot), count=1)
         n += 1
-        head, b, index = take(queue, n, kind.TILES)
+        head, b, index = next_tile(queue, n, kind.TILES)
 
 
 @gluon.jit
@@ -312,24 +312,24 @@ def specialize(
 
 @gluon.jit
 def loop_bounds(tile, PART: gl.constexpr, kind: gl.constexpr):
-    """Return (start, stop) of a part of the walk back over all but the last block; part 1 needs no masks."""
+    """Return (start, stop) of one of three loops backwards over all blocks but the last; PART 1 needs no masks."""
     if PART == 0:
-        return tile.last - kind.OTHER, tile.masked
+        return tile.last - kind.BLOCK, tile.masked
     elif PART == 1:
-        return tile.masked - kind.OTHER, tile.free
+        return tile.masked - kind.BLOCK, tile.free
     else:
-        return tile.free - kind.OTHER, tile.first
+        return tile.free - kind.BLOCK, tile.first
 
 
 @gluon.jit
 def tanh_approx(x):
-    """Compute an approximate tanh, as `tiles.tanh_approx` does."""
+    """Compute tanh as `tiles.rows.tanh_approx` does."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
 def rounded_pairs(x, DTYPE: gl.constexpr):
-    """Return fp32 [ROWS, COLUMNS] as int32 pairs of 16-bit numbers: a loop would carry 16-bit numbers one by one."""
+    """Return fp32 [ROWS, COLUMNS] as int32 pairs of 16-bit numbers: in loops, single ones take a register each."""
     low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     if DTYPE.is_bf16():
         return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], gl.int32, True, 1)

@@ -194,9 +194,9 @@ def check(
     if seed % 3 == 1:
         x["normalizer"] = 0.7 * n
     x = {name: y.to(device) if isinstance(y, torch.Tensor) else y for name, y in x.items()}
-    from hstu_sparse.dense.configs import hopper_runs
+    from hstu_sparse.dense.configs import hopper_available
 
-    hopper = hopper and hopper_runs(torch.device(device))
+    hopper = hopper and hopper_available(torch.device(device))
     compare(x, function=functools.partial(hstu_attention, backend="hopper") if hopper else None)
 
 
