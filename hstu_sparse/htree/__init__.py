@@ -1,4 +1,4 @@
-"""Hierarchical tree attention: a softmax over a few nodes of a tree of pooled keys and values."""
+"""Hierarchical tree attention: softmax attention over nodes of a tree of pooled keys and values."""
 
 from hstu_sparse.htree.api import htree_attention
 

@@ -4,20 +4,20 @@ Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of
 `choice.py`), D query/key and V value head size, r compression_rate (RATE), C candidates of a group's first token in a
 layer.
 
-A program has BM rows, the queries of R tokens times G heads or as many of them as fit into a tile: row m is head m % G
+A program has BM rows: the queries of R tokens times G heads, or as many of them as fit into a tile. Row m is head m % G
 of the group's token m // G. It reads the group's choices from the table of `choice.py`. All tokens of a group have the
 same candidates, except at layer 0, where token i of the group has i more than the first.
 
-`pooling.py` has already rotated a key by its candidate's position c % TURN. The queries are rotated to their positions
-once a layer. What remains is the rotation of a key by c // TURN * TURN, or, BY_TILE, if a tile of BN candidates lies
-within TURN neighbours, of the rows by the tile's c0, backwards: scores depend on the difference of positions. The
-latter is less work where a program has few rows.
+RoPE rotates the key of candidate c to position c. `pooling.py` has already rotated it by c % PERIOD; the rest,
+c // PERIOD * PERIOD, is done here. With BY_TILE, where a tile of BN candidates lies within PERIOD neighbours, the rows
+are rotated back by the tile's c0 instead, since scores depend only on differences of positions: less work for few rows.
+The queries are rotated to their positions once in each layer.
 
 Backward walks the same layers. With s_c the score in natural units, p_c = exp(s_c - lse) and o the output,
     dv_c = sum over rows p_c do,   ds_c = p_c (do.v_c - do.o),   dq = scale R^-1 sum_c ds_c R_c k_c,
     dk_c = scale R_c^-1 sum over rows ds_c R q
-where R and R_c are RoPE's rotations. A candidate's gradients are summed over all rows of a program, and then added to
-its node's in memory; the gradients of nodes above the tokens are passed on to their children afterwards (`pooling.py`).
+where R and R_c are RoPE's rotations. A candidate's gradients are summed over the rows of a program and then added to
+its node's in memory. Afterwards nodes above the tokens pass their gradients on to their children (`pooling.py`).
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from hstu_sparse.bias.gradients import add_to
-from hstu_sparse.htree.choice import row_angle, step_down, top_layer, turn
+from hstu_sparse.htree.choice import rotate, row_angle, step_down, top_layer
 from hstu_sparse.tiles.rows import add_scores, load_rows, locate, store_rows
 
 
@@ -97,7 +97,7 @@ def find_level(
     first = g * rows + base + group.start // size + tl.where(above, group.b, 0)
     parents = table + tl.where(layer < top, entry * layers + layer, choices) * (TOP_K + WORDS)
     chosen = table + (entry * layers + tl.maximum(layer - 1, 0)) * (TOP_K + WORDS) + TOP_K
-    # The last candidate above the tokens pools tokens after the query's: it is not even read.
+    # Above the tokens, the last candidate also pools tokens after the query, and is not read.
     end = tl.where(above, C - 1, C + group.most)
     limit = tl.where(above, end, tl.minimum(C + group.i, end))
     place = tl.where(above, C - 1, limit - 1)
@@ -106,12 +106,12 @@ def find_level(
 
 @triton.jit
 def gather_keys(
-    keys, cos, sin, level, c0, HEAD: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr,
+    keys, cos, sin, level, c0, HEAD: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, PERIOD: tl.constexpr,
     BY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return (nodes, halves of the rotated keys, which of them may enter the softmax) of the candidates from c0 on.
+    """Return (nodes, low and high halves of rotated keys, mask of entering ones) of the candidates from c0 on.
 
-    HEAD: channels of a half, padded. Missing keys are zeros.
+    Candidates that are chosen do not enter the softmax. HEAD: channels of a half, padded. Missing keys are zeros.
     """
     f = tl.arange(0, HEAD)[None, :]
     c = c0 + tl.arange(0, BN)
@@ -127,19 +127,19 @@ def gather_keys(
     low = tl.load(pointers, mask=inside[:, None], other=0.0)
     high = tl.load(pointers + HEAD, mask=inside[:, None], other=0.0)
     if not BY_TILE:
-        angle = (c // TURN * TURN)[:, None] * HEAD + f
+        angle = (c // PERIOD * PERIOD)[:, None] * HEAD + f
         angle_cos, angle_sin = tl.load(cos + angle), tl.load(sin + angle)
-        key_low, key_high = turn(low.to(tl.float32), high.to(tl.float32), angle_cos, angle_sin)
+        key_low, key_high = rotate(low.to(tl.float32), high.to(tl.float32), angle_cos, angle_sin)
         low, high = key_low.to(low.dtype), key_high.to(high.dtype)
     return node, low, high, enters
 
 
 @triton.jit
 def tile_rows(low, high, cos, sin, c0, DTYPE: tl.constexpr, BH: tl.constexpr, BY_TILE: tl.constexpr):
-    """Return the halves of the rows for the tile of candidates from c0 on: BY_TILE rotated back by c0, from fp32."""
+    """Return both halves of the rows for the tile of candidates from c0 on: with BY_TILE rotated back by c0."""
     if BY_TILE:
         tile_cos, tile_sin = row_angle(cos, sin, c0, BH)
-        low, high = turn(low, high, tile_cos, -tile_sin)
+        low, high = rotate(low, high, tile_cos, -tile_sin)
     return low.to(DTYPE), high.to(DTYPE)
 
 
@@ -151,7 +151,7 @@ def place_angles(cos, sin, place, BH: tl.constexpr):
 
 
 @triton.jit
-def turned_queries(
+def rotated_queries(
     q, group, place, cos, sin, stride_t, stride_h, scale, HALF: tl.constexpr, BH: tl.constexpr, DTYPE: tl.constexpr
 ):
     """Return both halves of the rows' channels, scaled and rotated to `place`, and the angles of `place_angles`.
@@ -163,7 +163,7 @@ def turned_queries(
     pointers = q + group.token[:, None] * stride_t + group.head[:, None] * stride_h + f
     mask = group.live[:, None] & (f < HALF)
     low, high = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
-    low, high = turn(low.to(tl.float32) * scale, high.to(tl.float32) * scale, row_cos, row_sin)
+    low, high = rotate(low.to(tl.float32) * scale, high.to(tl.float32) * scale, row_cos, row_sin)
     return low.to(DTYPE), high.to(DTYPE), row_cos, row_sin
 
 
@@ -171,13 +171,12 @@ def turned_queries(
 def htree_attend_fwd_kernel(
     q, nodes, table, out, lse, scale, B, tokens, layers, rows, choices, begin, slots,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr,
-    BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr,
+    BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, PERIOD: tl.constexpr,
     TOP_K: tl.constexpr, WORDS: tl.constexpr, BY_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output [T, Hq, V] and the logarithm (base 2) of the softmax's sum [T, Hq], for the groups of the
-    slots begin .. begin + slots - 1, whose choices are in `table`.
+    """Compute the output [T, Hq, V] and the log-sum-exp in base 2 [T, Hq] of slots begin .. begin + slots - 1.
 
-    q: `Rows`. PARTS programs share a group.
+    table: their choices. q: `Rows`. PARTS programs share a group.
     """
     DTYPE: tl.constexpr = nodes.key_rows.dtype.element_ty
     WIDE: tl.constexpr = tl.float32 if BY_TILE else DTYPE
@@ -199,11 +198,11 @@ def htree_attend_fwd_kernel(
             level = find_level(
                 group, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
             )
-            low, high, _, _ = turned_queries(
+            low, high, _, _ = rotated_queries(
                 q.pointer, group, level.place, cos, sin, q.stride_t, q.stride_h, scale, HALF, BH, WIDE
             )
             for c0 in range(0, level.end, BN):
-                node, k_low, k_high, enters = gather_keys(keys, cos, sin, level, c0, BH, BN, RATE, TURN, BY_TILE)
+                node, k_low, k_high, enters = gather_keys(keys, cos, sin, level, c0, BH, BN, RATE, PERIOD, BY_TILE)
                 tile_low, tile_high = tile_rows(low, high, cos, sin, c0, DTYPE, BH, BY_TILE)
                 s = tl.dot(tile_low, tl.trans(k_low), input_precision=PRECISION)
                 s = tl.dot(tile_high, tl.trans(k_high), s, input_precision=PRECISION)
@@ -230,7 +229,7 @@ def add_rows(base, row, stride, column, value, inside, units, PLACE: tl.constexp
 def htree_attend_bwd_kernel(
     do, q, nodes, table, out, lse, dq, gradients, q_scale, scale, B, tokens, layers, rows, choices, begin, slots,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr,
-    BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr,
+    BH: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, PERIOD: tl.constexpr,
     TOP_K: tl.constexpr, WORDS: tl.constexpr, BY_TILE: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq [T, Hq, D], and add to dk [H, rows, D] and dv [H, rows, V]; keys' gradients are rotated like the keys.
@@ -265,13 +264,13 @@ def htree_attend_bwd_kernel(
             level = find_level(
                 group, g, slot * H + g, table, choices, layer, top, size, base, C, layers, rows, TOP_K, WORDS
             )
-            low, high, row_cos, row_sin = turned_queries(
+            low, high, row_cos, row_sin = rotated_queries(
                 q.pointer, group, level.place, cos, sin, q.stride_t, q.stride_h, q_scale, HALF, BH, WIDE
             )
-            # dq is summed in the order of the rotated queries, and rotated back after the layer.
-            dq_low, dq_high = turn(dq_low, dq_high, row_cos, row_sin)
+            # dq is summed as the gradient of the rotated queries, and rotated back after the layer.
+            dq_low, dq_high = rotate(dq_low, dq_high, row_cos, row_sin)
             for c0 in range(0, level.end, BN):
-                node, k_low, k_high, enters = gather_keys(keys, cos, sin, level, c0, BH, BN, RATE, TURN, BY_TILE)
+                node, k_low, k_high, enters = gather_keys(keys, cos, sin, level, c0, BH, BN, RATE, PERIOD, BY_TILE)
                 tile_low, tile_high = tile_rows(low, high, cos, sin, c0, DTYPE, BH, BY_TILE)
                 c = c0 + tl.arange(0, BN)
                 value = tl.load(values + node[:, None] * BV + e, mask=(c < level.end)[:, None], other=0.0)
@@ -285,7 +284,7 @@ def htree_attend_bwd_kernel(
                     part_low = tl.dot(ds, k_low, input_precision=PRECISION)
                     part_high = tl.dot(ds, k_high, input_precision=PRECISION)
                     tile_cos, tile_sin = row_angle(cos, sin, c0, BH)
-                    part_low, part_high = turn(part_low, part_high, tile_cos, tile_sin)
+                    part_low, part_high = rotate(part_low, part_high, tile_cos, tile_sin)
                     dq_low, dq_high = dq_low + part_low, dq_high + part_high
                 else:
                     dq_low = tl.dot(ds, k_low, dq_low, input_precision=PRECISION)
@@ -296,13 +295,13 @@ def htree_attend_bwd_kernel(
                 dk_low = tl.dot(ds, tile_low, input_precision=PRECISION)
                 dk_high = tl.dot(ds, tile_high, input_precision=PRECISION)
                 if not BY_TILE:
-                    angle = (c // TURN * TURN)[:, None] * BH + f
-                    dk_low, dk_high = turn(dk_low, dk_high, tl.load(cos + angle), -tl.load(sin + angle))
+                    angle = (c // PERIOD * PERIOD)[:, None] * BH + f
+                    dk_low, dk_high = rotate(dk_low, dk_high, tl.load(cos + angle), -tl.load(sin + angle))
                 add_rows(dk, node, 2 * HALF, f, dk_low, enters[:, None] & (f < HALF), units, 0, FIXED)
                 add_rows(dk + HALF, node, 2 * HALF, f, dk_high, enters[:, None] & (f < HALF), units, 0, FIXED)
-            # Loaded again, since they would occupy many registers in between.
+            # Loaded again, since they would occupy many registers during the loop.
             row_cos, row_sin = place_angles(cos, sin, level.place, BH)
-            dq_low, dq_high = turn(dq_low, dq_high, row_cos, -row_sin)
+            dq_low, dq_high = rotate(dq_low, dq_high, row_cos, -row_sin)
         layer, size, base, C = step_down(layer, size, base, C, group.t, tokens, B, TOP_K, RATE)
 
     store_rows(dq, row, 2 * HALF, group.live, dq_low * scale, HALF, BH)

@@ -1,23 +1,23 @@
-"""Define the kernel that walks down the tree and chooses, and what the kernels that attend share with it.
+"""Define the kernel that chooses nodes of the tree, from the top layer down, and what other kernels share with it.
 
 Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, R tokens of a group, D query/key
 and V value head size, r compression_rate (RATE), C a query's candidates in a layer. BG, BN: rows of heads and
-candidates of a tile; HALF = D / 2 channels, the first of RoPE's pairs, in a tile of BH. HELD sort keys are in registers
-at once, and SOME chosen nodes.
+candidates of a tile; HALF = D / 2 channels, the first of RoPE's pairs, in a tile of BH. SORT_BLOCK sort keys
+and LIST_BLOCK chosen nodes are in registers at a time.
 
-A group of R tokens walks once. Group g of sequence b has the slot `offsets[b] // R + b + g` of T // R + B.
-`htree_choose_fwd_kernel` walks for the first token of each group and fills a table [choices + 1, TOP_K + WORDS] with a
-row for each (slot, head, layer above the tokens): the chosen nodes, ascending and padded with -1, and a bit for each
+A group of R tokens chooses once. Group g of sequence b has the slot `offsets[b] // R + b + g` of T // R + B.
+`htree_choose_fwd_kernel` chooses for the first token of each group and fills a table [choices + 1, TOP_K + WORDS] with
+a row for each (slot, head, layer above the tokens): the chosen nodes, ascending and padded with -1, and a bit for each
 candidate, set if it was chosen. The nodes of the last row are 0, 1, ..., the parents of a top layer's candidates.
 
-Candidate c is child c % r of parent c // r: all parents except the last have all their children. If a tile holds
-SIBLINGS, children of one parent, its keys are already rotated to their positions in the tile (`pooling.py`), and the
-remaining rotation, by the tile's c0 and the query's C - 1, is applied to the query: scores depend on the difference of
-positions. From tile to tile that is a step of BN, which 16-bit queries take in registers (STEPPED). Otherwise keys are
-rotated to c % r, and the tile of keys is rotated further by the parent's c // r * r.
+Candidate c is child c % r of parent c // r; all parents except the last have all their children. If a tile holds only
+SIBLINGS, children of one parent, its keys are already rotated to their positions in the tile (`pooling.py`). The query
+is then rotated by C - 1 - c0, since scores depend only on differences of positions. From tile to tile that changes by
+BN: 16-bit queries are rotated by this step in registers (STEPPED). Otherwise keys are stored rotated by c % r, and each
+tile of keys is rotated further by c // r * r.
 
-A table that the forward pass did not save has the same bits in the backward pass: whatever a compiler could contract
-to a fused multiply-add is written as one.
+The backward pass may compute the table again, with the same bits: whatever a compiler could contract to a fused
+multiply-add is written as one.
 
 A program's workspace, in global memory, holds one after the other
     parents  [LIST] nodes: the parents of the top layer's candidates
@@ -64,7 +64,7 @@ class NodeGradients(NamedTuple):
 
 
 @triton.jit
-def turn(low, high, cos, sin):
+def rotate(low, high, cos, sin):
     """Rotate pairs of channels by an angle; with -sin rotate back."""
     return tl.fma(low, cos, -(high * sin)), tl.fma(high, cos, low * sin)
 
@@ -78,9 +78,9 @@ def load_query(base, row, stride, live, scale, HALF: tl.constexpr, BH: tl.conste
     low = tl.load(pointers, mask=mask, other=0.0)
     high = tl.load(pointers + HALF, mask=mask, other=0.0)
     if BH <= 32 and low.dtype != tl.float32 and row.shape[0] < 64:
-        # A product with the identity puts them into the layout of products' operands, in which they are rotated. With
-        # 64 rows the products would be wgmma from one buffer of shared memory, for which ptxas 12.8 (Triton 3.6) leaves
-        # a register unset: `python -m tests.operators.compiling htree 90` reports unset_registers.
+        # A product with the identity puts the halves into the layout of products' operands, in which they are rotated.
+        # With 64 rows the products would be wgmma from one buffer of shared memory, for which ptxas 12.8 (Triton 3.6)
+        # leaves a register unset: `python -m tests.operators.compiling htree 90` reports unset_registers.
         identity = (f == tl.arange(0, BH)[:, None]).to(low.dtype)
         low, high = tl.dot(low, identity, input_precision="ieee"), tl.dot(high, identity, input_precision="ieee")
     return low.to(tl.float32) * scale, high.to(tl.float32) * scale
@@ -113,7 +113,7 @@ def row_angle(cos, sin, position, BH: tl.constexpr):
 def first_query(low, high, cos, sin, C, BH: tl.constexpr):
     """Return the queries at their position C - 1, rotated for the tile of candidates 0 .. BN - 1."""
     row_cos, row_sin = row_angle(cos, sin, C - 1, BH)
-    return turn(low, high, row_cos, row_sin)
+    return rotate(low, high, row_cos, row_sin)
 
 
 @triton.jit
@@ -122,12 +122,12 @@ def tile_query(
 ):
     """Return the queries rotated for the tile that begins at c0.
 
-    STEPPED they are low and high, which `next_query` rotates by a fixed step; otherwise the angle is looked up, and no
-    rounding accumulates. If a tile holds no siblings its keys are rotated instead.
+    If STEPPED, low and high are these queries: `next_query` rotates them by a fixed step. Otherwise the angle is looked
+    up, so that no rounding errors accumulate. Without SIBLINGS the keys are rotated instead.
     """
     if SIBLINGS and not STEPPED:
         row_cos, row_sin = row_angle(cos, sin, tl.maximum(C - 1 - c0, 0), BH)
-        low, high = turn(q_low, q_high, row_cos, row_sin)
+        low, high = rotate(q_low, q_high, row_cos, row_sin)
     return low, high
 
 
@@ -135,7 +135,7 @@ def tile_query(
 def next_query(low, high, step_cos, step_sin, STEPPED: tl.constexpr):
     """Rotate the queries to the next tile, if they are STEPPED."""
     if STEPPED:
-        low, high = turn(low, high, step_cos, -step_sin)
+        low, high = rotate(low, high, step_cos, -step_sin)
     return low, high
 
 
@@ -144,10 +144,10 @@ def load_keys(
     keys, parents, first, c0, C, cos, sin, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr,
     SIBLINGS: tl.constexpr,
 ):  # fmt: skip
-    """Load both halves of the keys of the candidates c0 .. c0 + BN - 1 of C; arbitrary ones past C.
+    """Load both halves of the keys of the candidates c0 .. c0 + BN - 1 of C; keys past C are arbitrary.
 
-    If a tile holds SIBLINGS, they are adjacent, from the node `first` on, and stay unchanged: the query is rotated
-    instead (`next_query`). Otherwise they are rotated here.
+    SIBLINGS are adjacent, from the node `first` on, and not rotated further: the query is (`tile_query`). Other keys
+    are rotated here.
     """
     f = tl.arange(0, BH)[None, :]
     c = c0 + tl.arange(0, BN)
@@ -159,7 +159,7 @@ def load_keys(
     low, high = tl.load(pointers), tl.load(pointers + BH)
     if not SIBLINGS:
         row = (c // RATE * RATE)[:, None] * BH + f
-        low, high = turn(low.to(tl.float32), high.to(tl.float32), tl.load(cos + row), tl.load(sin + row))
+        low, high = rotate(low.to(tl.float32), high.to(tl.float32), tl.load(cos + row), tl.load(sin + row))
         low, high = low.to(keys.dtype.element_ty), high.to(keys.dtype.element_ty)
     return low, high
 
@@ -178,7 +178,7 @@ def top_layer(length, t, tokens, B, layers, TOP_K: tl.constexpr, RATE: tl.conste
 
 @triton.jit
 def begin_walk(parents, length, t, tokens, B, layers, TOP_K: tl.constexpr, LIST: tl.constexpr, RATE: tl.constexpr):
-    """Return what `top_layer` returns, and set `parents` to 0, 1, ..., the parents of the top layer's candidates."""
+    """Return `top_layer`, and set `parents` to 0, 1, ..., the parents of the top layer's candidates."""
     layer, size, base, C = top_layer(length, t, tokens, B, layers, TOP_K, RATE)
     j = tl.arange(0, LIST)
     tl.debug_barrier()
@@ -189,7 +189,7 @@ def begin_walk(parents, length, t, tokens, B, layers, TOP_K: tl.constexpr, LIST:
 
 @triton.jit
 def step_down(layer, size, base, C, t, tokens, B, TOP_K: tl.constexpr, RATE: tl.constexpr):
-    """Return what `top_layer` returns, for the layer below."""
+    """Return the values of `top_layer` for the layer below."""
     size = tl.maximum(size // RATE, 1)
     base -= tokens // size + tl.where(layer > 1, B, 0)
     return layer - 1, size, base, (tl.minimum(C, TOP_K) - 1) * RATE + t // size % RATE + 1
@@ -209,7 +209,7 @@ def importances(
     k_low, k_high = load_keys(keys, parents, first, c0, C, cos, sin, BH, BN, RATE, SIBLINGS)
     s = tl.dot(k_low, tl.trans(low).to(k_low.dtype), input_precision=PRECISION)
     s = tl.dot(k_high, tl.trans(high).to(k_low.dtype), s, input_precision=PRECISION)
-    # The last candidate pools tokens after the query's.
+    # The last candidate also pools tokens after the query.
     seen = (c0 + tl.arange(0, BN) < C - 1)[:, None]
     if G < BG:
         seen = seen & (tl.arange(0, BG) < G)[None, :]
@@ -217,14 +217,14 @@ def importances(
 
 
 @triton.jit
-def sort_keys(marks, tops, top, b0, HELD: tl.constexpr, LOW_BITS: tl.constexpr):
-    """Return [HELD // 32, 32] keys of the candidates from b0 on, from their importances; marks of -1 stay unchanged."""
-    part = tl.arange(0, HELD // 32)
+def sort_keys(marks, tops, top, b0, SORT_BLOCK: tl.constexpr, LOW_BITS: tl.constexpr):
+    """Return the sort keys [SORT_BLOCK // 32, 32] of the candidates from b0 on, by their importances; -1 stays -1."""
+    part = tl.arange(0, SORT_BLOCK // 32)
     c = b0 + part[:, None] * 32 + tl.arange(0, 32)[None, :]
     mark = tl.load(marks + c)
     reference = tl.load(tops + b0 // 32 + part).to(tl.float32, bitcast=True)
     factor = tl.where(reference == top, 1.0, tl.exp2(reference - top))
-    # NaN, from keys that are not finite, would mislead the bisection: the maximum with NaN is the other number.
+    # NaN, from keys that are not finite, would mislead the bisection; its maximum with 0 is 0.
     importance = tl.maximum(mark.to(tl.float32, bitcast=True) * factor[:, None], 0.0)
     key = (importance.to(tl.int32, bitcast=True) & ~LOW_BITS) | (~c & LOW_BITS)
     return tl.where(mark == -1, -1, key)
@@ -241,7 +241,7 @@ def bits_set(word):
 
 @triton.jit
 def nth_chosen(words, counts, j, CANDIDATES: tl.constexpr):
-    """Return the candidate with the j-th set bit in `words`; counts: the number of set bits up to each word."""
+    """Return the candidate of the j-th set bit in `words`; counts: the number of set bits up to each word's end."""
     row = tl.zeros_like(j)
     step = CANDIDATES // 64
     while step > 0:
@@ -264,29 +264,29 @@ def nth_chosen(words, counts, j, CANDIDATES: tl.constexpr):
 def choose(
     q_low, q_high, keys, cos, sin, step_cos, step_sin, parents, children, words, marks, tops, C,
     G: tl.constexpr, BG: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr,
-    LIST: tl.constexpr, SOME: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, LOW_BITS: tl.constexpr,
-    LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
+    LIST: tl.constexpr, LIST_BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, SORT_BLOCK: tl.constexpr,
+    LOW_BITS: tl.constexpr, LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the TOP_K chosen nodes of C > TOP_K candidates to `children`, and a bit for each of them to `words`.
 
-    Importances are summed up tile by tile (two at a time) relative to the maximum so far, and rescaled to the last
-    maximum afterwards. The least chosen key is found by bisection, the first HELD keys in registers: keys are distinct,
-    so that some number has exactly TOP_K keys at or above it.
+    Importances are computed for two tiles at a time relative to the maximum so far, and rescaled to the last maximum
+    afterwards. Bisection finds a number that exactly TOP_K keys reach, which exists since keys are distinct. The first
+    SORT_BLOCK keys stay in registers.
     """
     top = -float("inf")
     low, high = first_query(q_low, q_high, cos, sin, C, BH)
-    here0, here1 = first_node(parents, 0, C, RATE, SIBLINGS), first_node(parents, BN, C, RATE, SIBLINGS)
+    node0, node1 = first_node(parents, 0, C, RATE, SIBLINGS), first_node(parents, BN, C, RATE, SIBLINGS)
     for c0 in range(0, C, 2 * BN):
         next0 = first_node(parents, c0 + 2 * BN, C, RATE, SIBLINGS)
         next1 = first_node(parents, c0 + 3 * BN, C, RATE, SIBLINGS)
         c = c0 + tl.arange(0, BN)
         s0 = importances(
-            low, high, q_low, q_high, keys, cos, sin, parents, here0, c0, C,
+            low, high, q_low, q_high, keys, cos, sin, parents, node0, c0, C,
             G, BG, BH, BN, RATE, SIBLINGS, STEPPED, PRECISION,
         )  # fmt: skip
         low, high = next_query(low, high, step_cos, step_sin, STEPPED)
         s1 = importances(
-            low, high, q_low, q_high, keys, cos, sin, parents, here1, c0 + BN, C,
+            low, high, q_low, q_high, keys, cos, sin, parents, node1, c0 + BN, C,
             G, BG, BH, BN, RATE, SIBLINGS, STEPPED, PRECISION,
         )  # fmt: skip
         low, high = next_query(low, high, step_cos, step_sin, STEPPED)
@@ -294,45 +294,45 @@ def choose(
         tl.store(marks + c, tl.sum(tl.exp2(s0 - top), 1).to(tl.int32, bitcast=True))
         tl.store(marks + BN + c, tl.sum(tl.exp2(s1 - top), 1).to(tl.int32, bitcast=True))
         tl.store(tops + c0 // (2 * BN), top.to(tl.int32, bitcast=True))
-        here0, here1 = next0, next1
+        node0, node1 = next0, next1
     tl.debug_barrier()
     for c0 in range(C - 1, CANDIDATES, 64):
         c = c0 + tl.arange(0, 64)
         tl.store(marks + c, tl.where(c == C - 1, INFINITE, -1), mask=c < CANDIDATES)
     tl.debug_barrier()
 
-    sorted_keys = sort_keys(marks, tops, top, 0, HELD, LOW_BITS)
-    part, bit = tl.arange(0, HELD // 32), tl.arange(0, 32)
-    if CANDIDATES > HELD:
-        for b0 in range(HELD, CANDIDATES, HELD):
-            key = sort_keys(marks, tops, top, b0, HELD, LOW_BITS)
+    sorted_keys = sort_keys(marks, tops, top, 0, SORT_BLOCK, LOW_BITS)
+    part, bit = tl.arange(0, SORT_BLOCK // 32), tl.arange(0, 32)
+    if CANDIDATES > SORT_BLOCK:
+        for b0 in range(SORT_BLOCK, CANDIDATES, SORT_BLOCK):
+            key = sort_keys(marks, tops, top, b0, SORT_BLOCK, LOW_BITS)
             tl.store(marks + b0 + part[:, None] * 32 + bit[None, :], key)
         tl.debug_barrier()
     least, limit, count = 0, LIMIT, C
     while (count != TOP_K) & (limit - least > 1):
         middle = least + (limit - least) // 2
         reached = tl.sum((sorted_keys >= middle).to(tl.int32))
-        if CANDIDATES > HELD:
-            for b0 in range(HELD, CANDIDATES, HELD):
-                reached += tl.sum((tl.load(marks + b0 + tl.arange(0, HELD)) >= middle).to(tl.int32), 0)
+        if CANDIDATES > SORT_BLOCK:
+            for b0 in range(SORT_BLOCK, CANDIDATES, SORT_BLOCK):
+                reached += tl.sum((tl.load(marks + b0 + tl.arange(0, SORT_BLOCK)) >= middle).to(tl.int32), 0)
         if reached >= TOP_K:
             least, count = middle, reached
         else:
             limit = middle
 
-    for b0 in range(0, CANDIDATES, HELD):
-        if (b0 > 0) & (CANDIDATES > HELD):
+    for b0 in range(0, CANDIDATES, SORT_BLOCK):
+        if (b0 > 0) & (CANDIDATES > SORT_BLOCK):
             sorted_keys = tl.load(marks + b0 + part[:, None] * 32 + bit[None, :])
         tl.store(words + b0 // 32 + part, tl.sum(tl.where(sorted_keys >= least, 1 << bit[None, :], 0), 1))
     tl.debug_barrier()
     rank = 0
-    for b0 in range(0, CANDIDATES // 32, HELD // 32):
+    for b0 in range(0, CANDIDATES // 32, SORT_BLOCK // 32):
         bit_counts = bits_set(tl.load(words + b0 + part))
         tl.store(tops + b0 + part, rank + tl.cumsum(bit_counts, 0))
         rank += tl.sum(bit_counts, 0)
     tl.debug_barrier()
-    for j0 in range(0, LIST, SOME):
-        j = j0 + tl.arange(0, SOME)
+    for j0 in range(0, LIST, LIST_BLOCK):
+        j = j0 + tl.arange(0, LIST_BLOCK)
         c = nth_chosen(words, tops, j, CANDIDATES)
         tl.store(children + j, candidate_nodes(parents, c, C, RATE), mask=j < TOP_K)
     tl.debug_barrier()
@@ -350,11 +350,13 @@ def choose_all(parents, children, C, LIST: tl.constexpr, RATE: tl.constexpr):
 def htree_choose_fwd_kernel(
     q, nodes, workspace, table, scale, B, tokens, layers, rows, begin, slots,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr,
-    BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr, SOME: tl.constexpr,
-    CANDIDATES: tl.constexpr, HELD: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr, LIMIT: tl.constexpr,
-    SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, RATE: tl.constexpr, TOP_K: tl.constexpr, LIST: tl.constexpr, LIST_BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr, SORT_BLOCK: tl.constexpr, WORKSPACE: tl.constexpr, LOW_BITS: tl.constexpr,
+    LIMIT: tl.constexpr, SIBLINGS: tl.constexpr, STEPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fill the table of slots begin .. begin + slots - 1, at first -1; words of a layer chosen whole stay -1.
+    """Fill the table of slots begin .. begin + slots - 1; it is initially -1.
+
+    The words of a layer whose candidates are all chosen stay -1.
 
     q: `Rows`. nodes: without values. workspace: [programs, WORKSPACE].
     """
@@ -382,8 +384,8 @@ def htree_choose_fwd_kernel(
             else:
                 choose(
                     q_low, q_high, layer_keys, cos, sin, step_cos, step_sin, parents, children,
-                    children + TOP_K, marks, tops, C, G, BG, BH, BN, RATE, TOP_K, LIST, SOME,
-                    CANDIDATES, HELD, LOW_BITS, LIMIT, SIBLINGS, STEPPED, PRECISION,
+                    children + TOP_K, marks, tops, C, G, BG, BH, BN, RATE, TOP_K, LIST, LIST_BLOCK,
+                    CANDIDATES, SORT_BLOCK, LOW_BITS, LIMIT, SIBLINGS, STEPPED, PRECISION,
                 )  # fmt: skip
             parents = children
             layer, size, base, C = step_down(layer, size, base, C, t, tokens, B, TOP_K, RATE)

@@ -6,9 +6,9 @@ candidates a layer has.
 
 Memory beyond inputs and outputs. Forward: the tree, which holds a copy of k and v and 1 / (r - 1) of them in means, lse
 [T, Hq] fp32, the table of choices, 4 * top_k + M / 8 bytes for each group, key/value head and layer above the tokens,
-and a workspace for the programs that choose at once. Backward: the tree again, and gradients of all its nodes in fp32,
-or int64 in the deterministic mode. q, k, v, the output and lse are saved for the backward pass, and the table up to
-TABLE_BYTES; a larger one is never whole in memory: the groups choose and attend in parts, and again in backward.
+and a workspace for the concurrent programs that choose. Backward: the tree again, and gradients of all its nodes in
+fp32, or int64 in deterministic mode. q, k, v, the output and lse are saved for the backward pass, and a table of up to
+TABLE_BYTES. For a larger table, parts of the groups choose and attend at a time, and choose again in the backward pass.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from hstu_sparse.core.registration import Operator, cached_constant
 from hstu_sparse.core.validation import check_kernel
 from hstu_sparse.htree.attend import htree_attend_bwd_kernel, htree_attend_fwd_kernel
 from hstu_sparse.htree.choice import NodeGradients, Nodes, htree_choose_fwd_kernel
-from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_turn_fwd_kernel
+from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kernel, htree_rotate_fwd_kernel
 from hstu_sparse.htree.reference import depth, rope_tables, tree_layers
 from hstu_sparse.tiles.rows import Rows, as_rows
 
@@ -37,10 +37,10 @@ from hstu_sparse.tiles.rows import Rows, as_rows
 MAX_CANDIDATES = 65536
 MAX_GROUP = 64
 MAX_HEAD = 256
-# Candidates of a tile that chooses.
+# Candidates of a tile in the kernel that chooses.
 TILE = 16
 TABLE_BYTES = 2**25
-# For these dtypes a query is rotated from tile to tile by a fixed step, whose error grows to 2.5e-4 in 4,096 steps.
+# Dtypes for which a query is rotated from tile to tile by a fixed step: the error grows to 2.5e-4 in 4,096 steps.
 STEPPED = (torch.float16, torch.bfloat16)
 
 
@@ -53,23 +53,23 @@ def choice_config(half: int, group: int, item: int) -> LaunchConfig:
         group: query heads of a key/value head, padded.
         item: bytes of an element.
     """
-    load = _load(2 * half, group, item)
+    load = _register_load(2 * half, group, item)
     warps = min(8, max(1, load))
     if load <= 1 and item == 2:  # Triton 3.6 spills 200 bytes with 128 registers
         return LaunchConfig(warps, 3, 168, programs=12, BN=TILE)
     return LaunchConfig(warps, _stages(load), programs=max(1, 8 // warps), BN=TILE)
 
 
-def _load(width: int, rows: int, item: int) -> int:
-    """Return registers for a tile's operands and its rows, in units of the capacity of a warp."""
+def _register_load(width: int, rows: int, item: int) -> int:
+    """Return the registers for a tile's operands and rows, in units of a warp's capacity."""
     return width * rows * item // (64 * 16 * 2)
 
 
 def _stages(load: int) -> int:
     """Return pipeline stages of small tiles.
 
-    With three the next tiles are loaded while these are processed. With one stage a barrier for shared memory separates
-    any two loads, and their latencies add up; but the largest heads have no room for more.
+    With three stages the next tiles are loaded while one is processed. With one stage the latencies of loads add up,
+    since barriers separate them; the largest heads leave no room for more.
     """
     return 3 if load <= 1 else 2 if load <= 8 else 1
 
@@ -82,7 +82,7 @@ def attend_config(kernel: str, half: int, value: int, rows: int, by_tile: bool, 
         kernel: "fwd" or "bwd".
         half, value: padded sizes of half a query/key head and of a value head.
         rows: rows of a group, R * G.
-        by_tile: the rows are rotated for each tile of TILE candidates.
+        by_tile: whether rows are rotated for each tile of TILE candidates (see attend.py).
         item: bytes of an element.
         arch: compute capability as one number.
     """
@@ -90,7 +90,7 @@ def attend_config(kernel: str, half: int, value: int, rows: int, by_tile: bool, 
     most = 64 if item == 2 and width <= 256 else 16
     BM = min(most, max(16, next_power_of_2(rows)))
     if by_tile:
-        load = _load(max(2 * half, value), BM, item)
+        load = _register_load(max(2 * half, value), BM, item)
         registers = 128 if load <= 1 and item == 2 and kernel == "fwd" else None
         return LaunchConfig(min(8, max(1, load)), _stages(load), registers, BM=BM, BN=TILE)
     if width > 128:
@@ -110,7 +110,7 @@ def tables(rows: int, head_size: int, padded: int, rope_base: float, device: tor
     return [F.pad(x.float(), (0, half)) for x in rope_tables(rows, head_size, rope_base, device)]
 
 
-def most_candidates(most: int) -> int:
+def candidate_capacity(most: int) -> int:
     """Return the capacity for candidates of a layer: `most` rounded up to a power of two, at least four tiles."""
     return max(4 * TILE, next_power_of_2(most))
 
@@ -127,15 +127,15 @@ class Options(NamedTuple):
 
 
 def table_sizes(tokens: int, batch: int, heads: int, o: Options) -> tuple[int, int, int]:
-    """Return (rows of the table for a slot, slots that it has at a time, the width of a row)."""
-    width = o.top_k + most_candidates(o.rate * o.top_k) // 32
+    """Return (rows of the table for each slot, slots in the table at a time, width of a row)."""
+    width = o.top_k + candidate_capacity(o.rate * o.top_k) // 32
     rows, slots = heads * depth(o.max_seq_len, o.rate, o.rate * o.top_k), tokens // o.group + batch
     size = rows * width * 4
     return rows, slots if slots * size <= TABLE_BYTES else max(1, TABLE_BYTES // size), width
 
 
 class Problem:
-    """The values that both directions derive from the shapes and options of a call."""
+    """The values that the forward and backward launches derive from a call's shapes and options."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, seq_offsets: Tensor, o: Options):
         self.T, heads, self.D = q.shape
@@ -143,8 +143,8 @@ class Problem:
         self.G, self.R = heads // self.H, o.group
         self.B = seq_offsets.shape[0] - 1
         self.rate, self.top_k = o.rate, o.top_k
-        # The number of children after which the rotation of a child's key repeats.
-        self.turn = TILE if o.rate % TILE == 0 else o.rate
+        # The number of children after which the rotations of stored keys repeat.
+        self.period = TILE if o.rate % TILE == 0 else o.rate
         most = o.rate * o.top_k
         self.top = depth(o.max_seq_len, o.rate, most)
         self.layers = list(tree_layers(self.top, self.T, self.B, o.rate))
@@ -166,7 +166,7 @@ class Problem:
         return Nodes(keys, values, self.offsets, self.cos, self.sin)
 
     def choices(self, q: Tensor, keys: Tensor, saved: Tensor | None = None) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (first slot, number of slots, their table) of the parts that choose and attend at once.
+        """Yield (first slot, number of slots, their table) of the parts that choose and attend at a time.
 
         saved: the whole table, if the forward pass saved it.
         """
@@ -183,15 +183,15 @@ class Problem:
         group, most = max(16, next_power_of_2(self.G)), self.rate * self.top_k
         config, siblings = choice_config(self.BH, group, self.item), self.rate % TILE == 0
         programs = min(slots * self.H, launch.multiprocessors(self.device) * config.programs)
-        list_size, candidates = max(16, next_power_of_2(self.top_k)), most_candidates(most)
+        list_size, candidates = max(16, next_power_of_2(self.top_k)), candidate_capacity(most)
         size = list_size + candidates + cdiv(candidates // 32, 32) * 32
         workspace = torch.empty(programs * size, dtype=torch.int32, device=self.device)
-        # The importances add up to at most G and its rounding.
+        # No importance exceeds G, up to rounding.
         limit = struct.unpack("i", struct.pack("f", 2.0 * group))[0]
         run(
             htree_choose_fwd_kernel, programs, Rows.of(q), self.nodes(keys, None), workspace, table,
             self.scale / math.log(2.0), self.B, self.T, self.top, self.rows, begin, slots, BG=group, LIST=list_size,
-            SOME=min(list_size, 64), CANDIDATES=candidates, HELD=min(candidates, 1024), WORKSPACE=size,
+            LIST_BLOCK=min(list_size, 64), CANDIDATES=candidates, SORT_BLOCK=min(candidates, 1024), WORKSPACE=size,
             LOW_BITS=next_power_of_2(most) - 1, LIMIT=limit, SIBLINGS=siblings, STEPPED=siblings and self.stepped,
             **self.constants, **config,
         )  # fmt: skip
@@ -205,7 +205,7 @@ class Problem:
         config = attend_config(kernel, self.BH, self.BV, rows, by_tile, self.item, arch)
         parts = cdiv(rows, config.BM)
         options = dict(
-            PARTS=parts, V=self.V, BV=self.BV, TURN=self.turn, WORDS=self.width - self.top_k, BY_TILE=by_tile,
+            PARTS=parts, V=self.V, BV=self.BV, PERIOD=self.period, WORDS=self.width - self.top_k, BY_TILE=by_tile,
             **self.constants, **config,
         )  # fmt: skip
         return (slots * parts, self.H), options
@@ -215,12 +215,12 @@ def build_tree(problem: Problem, x: Tensor, keys: bool) -> Tensor:
     """Build the tree [Hkv * rows, padded width] over tokens x [T, Hkv, width]: all layers, keys rotated by RoPE."""
     p, (x,) = problem, as_rows(x, align=False)
     padded = p.BH if keys else p.BV
-    # The walk reads whole tiles, so that spare rows follow the last one.
+    # Kernels read whole tiles: spare rows follow the last one.
     nodes = x.new_empty(p.H * p.rows + 2 * TILE, 2 * padded if keys else padded)
-    shared = dict(BH=padded, RATE=p.rate, TURN=p.turn, ROWS=max(1, 2048 // padded), ROTARY=keys)
+    shared = dict(BH=padded, RATE=p.rate, PERIOD=p.period, ROWS=max(1, 2048 // padded), ROTARY=keys)
     grid = (cdiv(p.T, shared["ROWS"]), p.H)
     run(
-        htree_turn_fwd_kernel, grid,
+        htree_rotate_fwd_kernel, grid,
         x, nodes, p.offsets, p.cos, p.sin, x.stride(0), x.stride(1), p.B, p.T, p.rows,
         HALF=x.shape[2] // 2 if keys else x.shape[2], **shared,
     )  # fmt: skip
@@ -305,7 +305,7 @@ def push_gradients(problem: Problem, sums: Tensor, target: Tensor, units: Tensor
         run(
             htree_push_bwd_kernel, (cdiv(layer.slots, rows), p.H),
             sums, target, p.offsets, p.cos, p.sin, units, p.B, layer.size, layer.slots, layer.base, above, p.rows,
-            HALF=width // 2 if keys else width, BH=padded, RATE=p.rate, TURN=p.turn, ROWS=rows, ROTARY=keys,
+            HALF=width // 2 if keys else width, BH=padded, RATE=p.rate, PERIOD=p.period, ROWS=rows, ROTARY=keys,
             PARENTS=layer.number < p.top, TOKENS=layer.number == 0, PLACE=0 if keys else 1, FIXED=units is not None,
         )  # fmt: skip
         above = layer.base

@@ -3,8 +3,8 @@
 Letters: T tokens of the batch, B sequences, H key/value heads, D query/key and V value head size, r compression_rate
 (RATE), i a node's index among its parent's children. Slots are numbered as `reference.py` says.
 
-The walking kernels read keys that are already rotated by RoPE to position i % TURN: candidate c is child i = c % r of
-parent c // r, so that the remaining rotation is the same for TURN neighbours (r of them, or a tile that divides r).
+Keys are stored rotated by RoPE to position i % PERIOD. Candidate c is child i = c % r of parent c // r, so that PERIOD
+neighbours (r, or a tile that divides r) need the same further rotation.
 Rows are padded with zeros: both halves of a key to BH channels, values to BV. HALF is D / 2; without ROTARY (values) it
 is V, and there is one half only.
 """
@@ -12,7 +12,7 @@ is V, and there is one half only.
 import triton
 import triton.language as tl
 
-from hstu_sparse.htree.choice import turn
+from hstu_sparse.htree.choice import rotate
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -44,15 +44,15 @@ def locate_slots(offsets, slot, B, size, TOKENS: tl.constexpr):
 
 @triton.jit
 def child_angle(cos, sin, place, BH: tl.constexpr):
-    """Return cos and sin of the angles of children at these places."""
+    """Return [ROWS, BH] cos and sin of the positions `place`."""
     f = tl.arange(0, BH)[None, :]
     return tl.load(cos + place[:, None] * BH + f), tl.load(sin + place[:, None] * BH + f)
 
 
 @triton.jit(do_not_specialize=["B", "tokens", "total"])
-def htree_turn_fwd_kernel(
+def htree_rotate_fwd_kernel(
     x, nodes, offsets, cos, sin, x_stride_t, x_stride_h, B, tokens, total,
-    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, PERIOD: tl.constexpr, ROWS: tl.constexpr,
     ROTARY: tl.constexpr,
 ):  # fmt: skip
     """Compute layer 0 of nodes [H, total, BH or 2 BH]: ROWS tokens of one head of x [T, H, HALF or 2 HALF]."""
@@ -65,8 +65,8 @@ def htree_turn_fwd_kernel(
         target = nodes + (h * total + slot)[:, None] * (2 * BH) + f
         high = tl.load(source + HALF, mask=inside & (f < HALF), other=0.0).to(tl.float32)
         _b, _start, _length, t = locate_slots(offsets, slot, B, 1, True)
-        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(t, 0) % TURN, BH)
-        low, high = turn(low.to(tl.float32), high, angle_cos, angle_sin)
+        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(t, 0) % PERIOD, BH)
+        low, high = rotate(low.to(tl.float32), high, angle_cos, angle_sin)
         tl.store(target, low.to(nodes.dtype.element_ty), mask=inside)
         tl.store(target + BH, high.to(nodes.dtype.element_ty), mask=inside)
     else:
@@ -76,7 +76,7 @@ def htree_turn_fwd_kernel(
 @triton.jit(do_not_specialize=["B", "size", "slots", "base", "below", "total"])
 def htree_pool_fwd_kernel(
     nodes, offsets, cos, sin, B, size, slots, base, below, total,
-    BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
+    BH: tl.constexpr, RATE: tl.constexpr, PERIOD: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS means of one head, of nodes [H, total, BH or 2 BH], from the layer below (TOKENS: layer 0).
@@ -102,23 +102,23 @@ def htree_pool_fwd_kernel(
         child_low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         if ROTARY:
             child_high = tl.load(source + BH, mask=inside, other=0.0).to(tl.float32)
-            child_cos, child_sin = tl.load(cos + i % TURN * BH + f), tl.load(sin + i % TURN * BH + f)
-            child_low, child_high = turn(child_low, child_high, child_cos, -child_sin)
+            child_cos, child_sin = tl.load(cos + i % PERIOD * BH + f), tl.load(sin + i % PERIOD * BH + f)
+            child_low, child_high = rotate(child_low, child_high, child_cos, -child_sin)
             high += child_high
         low += child_low
     count = tl.maximum(children, 1)[:, None].to(tl.float32)
     low, high = low / count, high / count
     target = nodes + (h * total + base + slot)[:, None] * WIDTH + f
     if ROTARY:
-        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % TURN, BH)
-        low, high = turn(low, high, angle_cos, angle_sin)
+        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % PERIOD, BH)
+        low, high = rotate(low, high, angle_cos, angle_sin)
         tl.store(target + BH, high.to(nodes.dtype.element_ty), mask=live[:, None])
     tl.store(target, low.to(nodes.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
 def load_sum(pointers, inside, units, DONE: tl.constexpr, PLACE: tl.constexpr, FIXED: tl.constexpr):
-    """Load a gradient as fp32; with FIXED from 64 bits: a multiple of 1 / units[PLACE], or, DONE, the bits of fp32."""
+    """Load a gradient as fp32. With FIXED, int64 in memory: in units of 1 / units[PLACE], or, if DONE, fp32 bits."""
     value = tl.load(pointers, mask=inside, other=0)
     if FIXED:
         if DONE:
@@ -131,13 +131,13 @@ def load_sum(pointers, inside, units, DONE: tl.constexpr, PLACE: tl.constexpr, F
 @triton.jit(do_not_specialize=["B", "size", "slots", "base", "above", "total"])
 def htree_push_bwd_kernel(
     grads, out, offsets, cos, sin, units, B, size, slots, base, above, total,
-    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, BH: tl.constexpr, RATE: tl.constexpr, PERIOD: tl.constexpr, ROWS: tl.constexpr,
     ROTARY: tl.constexpr, PARENTS: tl.constexpr, TOKENS: tl.constexpr, PLACE: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """Rotate the gradients of ROWS nodes of one head back, and add their share of their parents' gradients.
 
-    grads [H, total, HALF or 2 HALF] is overwritten, and at the tokens the result goes to out [T, H, ..] instead. The
-    layer's slots begin at `base`, its parents' at `above`, and `size` tokens are below one of its nodes.
+    The result overwrites grads [H, total, HALF or 2 HALF]; that of the tokens is stored to out [T, H, ..]. The layer's
+    slots begin at `base`, its parents' at `above`, and `size` tokens are below one of its nodes.
     """
     slot, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
     b, start, length, p = locate_slots(offsets, slot, B, size, TOKENS)
@@ -151,8 +151,8 @@ def htree_push_bwd_kernel(
     high = tl.zeros_like(low)
     if ROTARY:
         high = load_sum(node_grads + HALF, inside, units, False, PLACE, FIXED)
-        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % TURN, BH)
-        low, high = turn(low, high, angle_cos, -angle_sin)
+        angle_cos, angle_sin = child_angle(cos, sin, tl.maximum(p, 0) % PERIOD, BH)
+        low, high = rotate(low, high, angle_cos, -angle_sin)
     if PARENTS:
         parent = h * total + above + start // (size * RATE) + b + p // RATE
         family = tl.maximum(tl.minimum(count - p // RATE * RATE, RATE), 1)[:, None].to(tl.float32)

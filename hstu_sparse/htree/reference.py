@@ -1,12 +1,12 @@
-"""Compute hierarchical tree attention in plain PyTorch: the specification, and the places of a tree's nodes.
+"""Compute hierarchical tree attention in plain PyTorch: the kernels' specification, and the layout of the tree.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, Hq query heads, Hkv key/value heads, G = Hq / Hkv query
 heads of a key/value head, D query/key and V value head size, r compression_rate, S top_k, M = r * S the greatest number
 of a layer's candidates, C a query's candidates in a layer, W the greatest C that any query of the batch may have.
 
-Layer 0 has the tokens in their order. A sequence of n tokens has ceil(n / r^l) nodes in layer l; for l > 0 sequence b
-has them from slot `offsets[b] // r^l + b` on, of T // r^l + B in all: slots of different sequences never overlap, some
-stay unused, and the sizes of all tensors follow from T, B and N alone. One buffer holds the layers one after the other.
+Layer 0 has the tokens in their order. A sequence of n tokens has ceil(n / r^l) nodes in layer l. For l > 0 those of
+sequence b have the slots from `offsets[b] // r^l + b` on, of T // r^l + B slots: slots of different sequences never
+overlap, some are unused, and the sizes of all tensors follow from T, B and N. One buffer holds all layers in order.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Layer(NamedTuple):
 
 
 def depth(length: int, rate: int, most: int) -> int:
-    """Return the layers above the tokens: they are added while the last one exceeds M nodes."""
+    """Return the number of layers above the tokens: layers are added while the last one exceeds M (`most`) nodes."""
     layers = 0
     while length > most:
         length = -(-length // rate)
@@ -47,19 +47,18 @@ def tree_layers(top: int, tokens: int, batch: int, rate: int) -> Iterator[Layer]
         base += slots
 
 
-# Elements that queries gather and compute (see `queries_at_once`): they are processed in chunks that fit. On a CPU
-# chunks are small, for the cache.
+# The number of elements of a chunk's intermediate tensors (see `queries_at_once`); small on a CPU, for its caches.
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 27}
 
 
 @dataclass
 class Walk:
-    """One layer of the walk of some queries, for the comparison tool and the tests."""
+    """The choice of some queries in one layer, for the comparison tool and the tests."""
 
     number: int
     active: Tensor  # [queries] bool: the query's tree reaches this layer
     nodes: Tensor  # [queries, Hkv, W] int64: candidates in ascending order, -1 past the last
-    slots: Tensor  # [queries, Hkv, W] int64: where the layer's tensors hold them
+    slots: Tensor  # [queries, Hkv, W] int64: their indices in the layer's tensors
     scores: Tensor  # [queries, Hkv, G, W]: scaled products, -inf past the last candidate
     enters: Tensor  # [queries, Hkv, W] bool: enters the softmax; the others are expanded
     importance: Tensor | None  # [queries, Hkv, W] fp32, by the leaders' scores; None at layer 0
@@ -82,8 +81,8 @@ def htree_attention_reference(
 ) -> Tensor:
     """Compute the output [T, Hq, V] of `htree_attention` (16-bit inputs in fp32); differentiable in q, k and v.
 
-    `choices` replaces the choice: chosen nodes [T, Hkv, S], ascending and -1 last, of the layers 1, 2, ... With it two
-    dtypes can be compared even if rounding would decide a close choice.
+    choices: chosen nodes [T, Hkv, S] of the layers 1, 2, ..., ascending and -1 last, which replace the choice, so that
+    rounding cannot change it where two dtypes are compared.
     """
     tokens = q.shape[0]
     if tokens == 0:  # nothing to compute, but the result must depend on every input
@@ -95,8 +94,8 @@ def htree_attention_reference(
 
     def attend(queries: Tensor, rows: Tensor, chosen: list[Tensor] | None, *nodes: Tensor) -> Tensor:
         tree.keys, tree.values = list(nodes[0::2]), list(nodes[1::2])
-        led = None if leaders is None else leaders[rows]
-        return attend_queries(queries, rows, tree, scale, rope_base, leaders=led, choices=chosen)[0]
+        chunk_leaders = None if leaders is None else leaders[rows]
+        return attend_queries(queries, rows, tree, scale, rope_base, leaders=chunk_leaders, choices=chosen)[0]
 
     outputs = []
     for begin in range(0, tokens, chunk):
@@ -118,7 +117,7 @@ def group_leaders(offsets: Tensor, tokens: int, selection_group: int) -> Tensor:
 
 
 class Tree:
-    """The pooled keys and values of every layer, and the places of each sequence's nodes."""
+    """The pooled keys and values of every layer, and the slots of each sequence's nodes."""
 
     def __init__(self, k: Tensor, v: Tensor, seq_offsets: Tensor, max_seq_len: int, rate: int, top_k: int):
         wide = working_dtype(k.dtype)
@@ -141,11 +140,11 @@ class Tree:
                 level.append((sums / count)[:size])
 
     def first_slot(self, layer: int) -> Tensor:
-        """Return [B], the slot of each sequence's node 0."""
+        """Return [B], the slot of each sequence's first node."""
         return self.offsets[:-1] if layer == 0 else self.offsets[:-1] // self.rate**layer + self.batch
 
     def locate(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return (sequence, node) of each slot: of the last sequence that begins at or before it."""
+        """Return (sequence, node) of each slot; an unused slot belongs to the sequence before it."""
         first, slot = self.first_slot(layer), torch.arange(self.keys[layer].shape[0], device=self.offsets.device)
         sequence = torch.searchsorted(first, slot, right=True) - 1
         return sequence, slot - first[sequence]
@@ -156,8 +155,10 @@ class Tree:
 
 
 def queries_at_once(tree: Tree, group: int) -> int:
-    """Return the number of queries in a chunk. In every layer each query has, for all candidates, keys, values, scores
-    and weights, and rotated queries for all parents, including what autograd saves.
+    """Return the number of queries in a chunk, by the elements of their intermediate tensors.
+
+    In every layer a query has keys, values, scores and weights for all candidates, and rotated queries for all parents,
+    including the tensors that autograd saves.
     """
     kv_heads, head_size = tree.keys[0].shape[1:]
     scores = group * (8 + 3 * head_size // tree.rate)
@@ -208,10 +209,10 @@ def attend_queries(
     leaders: Tensor | None = None,
     choices: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[Walk]]:
-    """Return (output [queries, Hq, V], its walk from the top layer down) of the queries of the tokens `rows`.
+    """Return (output [queries, Hq, V], `Walk` of each layer from the top down) of the queries of the tokens `rows`.
 
-    `leaders` [queries, Hq, D]: the queries that choose instead, those of their groups' first tokens. A group's tokens
-    have the same candidates above layer 0, since its size divides `rate`.
+    leaders: [queries, Hq, D], the queries of the groups' first tokens, which choose. Above layer 0 a group's tokens
+    have the same candidates, since the group size divides `rate`.
     """
     queries, _, head_size = q.shape
     kv_heads, rate, top_k, most = tree.keys[0].shape[1], tree.rate, tree.top_k, tree.most
@@ -292,19 +293,18 @@ def gather(level: Tensor, slot: Tensor) -> Tensor:
 def products(tree: Tree, layer: int, slot: Tensor, query: Tensor, last: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return [queries, Hkv, G, W]: RoPE(q, last) . RoPE(k, c) for the candidates in the slots [queries, Hkv, W].
 
-    It depends on last - c alone. Candidate c is child i = c % r of parent j = c // r: each key of the layer is rotated
-    once, by i, and the query once for each parent, by last - j * r, which needs fewer rotations than all candidates of
-    all queries.
+    The product depends only on last - c. Candidate c is child i = c % r of parent j = c // r, so that each key of the
+    layer is rotated once, by i, and the query once for each parent, by last - j * r.
     """
     rate = tree.rate
     place = tree.locate(layer)[1].clamp(min=0)[:, None] % rate
     keys = rotate(tree.keys[layer], cos[place], sin[place])
     keys = gather(keys, slot).unflatten(2, (-1, rate))
-    turn = (last[..., None] - rate * torch.arange(keys.shape[2], device=slot.device)).clamp(min=0)[:, :, None]
-    turned = rotate(query.unsqueeze(3), cos[turn], sin[turn])
-    if query.shape[2] == 1:  # a sum of products: many small matrix products take several times as long on a CPU
-        return (turned.unsqueeze(4) * keys.unsqueeze(2)).sum(-1).flatten(3)
-    return torch.einsum("qhgjd,qhjid->qhgji", turned, keys).flatten(3)
+    offset = (last[..., None] - rate * torch.arange(keys.shape[2], device=slot.device)).clamp(min=0)[:, :, None]
+    rotated = rotate(query.unsqueeze(3), cos[offset], sin[offset])
+    if query.shape[2] == 1:  # on a CPU, many small matrix products take several times as long as this sum
+        return (rotated.unsqueeze(4) * keys.unsqueeze(2)).sum(-1).flatten(3)
+    return torch.einsum("qhgjd,qhjid->qhgji", rotated, keys).flatten(3)
 
 
 def weighted_values(tree: Tree, layer: Walk, weight: Tensor) -> Tensor:
