@@ -1,1 +1,1 @@
-"""The lightning indexer, sparse attention over its choice, and the loss that trains it."""
+"""The lightning indexer, sparse attention over the tokens that it chooses, and the loss that trains it."""

@@ -1,12 +1,12 @@
-"""The lightning indexer, sparse attention and the index loss: public functions, validation, choice of implementation.
+"""The lightning indexer, sparse attention and the index loss: public functions, validation, choice of the backend.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, Hkv key heads, D query/key and V value head size, J
 index heads, E index head size, K chosen tokens per query, R tokens that share a choice (selection_group); in padded
 chunks C queries and S keys per sequence.
 
-With R > 1 the tokens t of a sequence with the same t // R form a group, which chooses once. A choice then has
-G = T // R + B rows: group g of sequence b has row seq_offsets[b] // R + b + g, and rows without a group are -1 (their
-scores -inf). With R = 1 it has G = T rows, one for each token.
+A choice has G rows. With R = 1, G = T: one row for each token. With R > 1 the tokens t of a sequence with the same
+t // R form a group, which chooses once, and G = T // R + B: group g of sequence b has row seq_offsets[b] // R + b + g.
+Rows without a group have indices -1 and scores -inf.
 """
 
 import functools
@@ -23,13 +23,13 @@ from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import FLOATING, INTEGER, check_int, check_kernel, check_tensor, choose_backend
 from hstu_sparse.indexer import reference
 
-# Limits of the kernels of `lightning_indexer`, and, for the heads of one query, of all kernels.
-MOST_CHOSEN = 2048
-MOST_HEADS = 128
-MOST_KEY_CHANNELS = 512
-MOST_SLOTS = 1 << 20  # top_k in the reference, whose result has as many slots for each query
-LARGEST_GROUP = 1 << 20  # selection_group in the reference; the kernels support up to MOST_SHARING
-MOST_SHARING = 128
+# Limits of the kernels: MAX_TOP_K of `lightning_indexer` alone.
+MAX_TOP_K = 2048
+MAX_HEADS = 128
+MAX_KEY_CHANNELS = 512
+MAX_REFERENCE_TOP_K = 1 << 20  # top_k in the reference
+MAX_REFERENCE_GROUP = 1 << 20  # selection_group in the reference
+MAX_GROUP = 128
 
 
 @without_autocast
@@ -48,33 +48,34 @@ def lightning_indexer(
 
         I(t, s) = sum over j of w[t, j] * ReLU(iq[t, j] . ik[s]) + b(t, s),    s <= t
 
-    Exact and stable: of equal scores the one with the smaller s is chosen. The kernels write no [T, N] scores. Scores
-    are computed in fp32 from unrounded inputs (in the reference, fp64 for fp64 inputs).
+    The choice is exact and stable: of equal scores the one with the smaller s is chosen. Scores are computed in fp32
+    from unrounded inputs (in the reference, in fp64 for fp64 inputs). The kernels store no [T, N] scores.
 
-    With selection_group R > 1 the tokens t of a sequence with the same t // R choose together: the top_k greatest of
-    I(t0, s) over s < t0, t0 the first token of the group. iq, w and the query times of other tokens are not read.
+    With selection_group R > 1 the tokens t of a sequence with the same t // R form a group, whose first token t0
+    chooses for all of them: the top_k greatest I(t0, s) with s < t0. iq, w and the query times of other tokens are not
+    read.
 
     Args:
         iq: [T, J, E], fp16, bf16 or fp32 (the reference also fp64); any strides.
         ik: [T, E], dtype of iq.
         w: [T, J], floating point.
         seq_offsets: [B+1], int32 or int64, from 0 to T.
-        top_k: K, at least 1; the kernels take up to 2,048.
+        top_k: K, at least 1; the kernels support up to 2,048.
         selection_group: R in tokens.
         bias: tables by position and time and the tokens' times, see RelativeBias; added after the sum over j. Its
             position table has at least as many entries as the longest sequence has tokens.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        (scores [G, K] fp32 (fp64 for fp64), indices [G, K] int32), G = T. Indices count from the sequence's first
-        token, ascend, and are padded with -1 (score -inf) if a query sees fewer than K tokens.
-            With R > 1 G = T // R + B: group g of sequence b has row seq_offsets[b] // R + b + g, and rows without a
-            group are -1. Gradients flow through the chosen scores to iq, ik, w and the tables.
+        (scores [G, K] fp32 (fp64 for fp64), indices [G, K] int32). Indices count from the sequence's first token,
+        ascend, and are padded with -1 (score -inf) if a query sees fewer than K tokens. G = T; with R > 1,
+        G = T // R + B, where group g of sequence b has row seq_offsets[b] // R + b + g, and rows without a group have
+        indices -1. Gradients flow through the chosen scores to iq, ik, w and the tables.
 
     Examples:
         >>> iq, ik, w = torch.ones(4, 1, 2), torch.tensor([[3.0, 0], [1, 0], [2, 0], [0, 0]]), torch.ones(4, 1)
         >>> scores, indices = hstu_sparse.lightning_indexer(iq, ik, w, torch.tensor([0, 4]), top_k=2)
-        >>> indices.tolist()  # token 0 sees itself alone, token 3 prefers tokens 0 and 2
+        >>> indices.tolist()  # token 0 sees only itself; token 3 chooses tokens 0 and 2
         [[0, -1], [0, 1], [0, 2], [0, 2]]
 
     Raises:
@@ -83,16 +84,16 @@ def lightning_indexer(
     Source: DeepSeek-V3.2-Exp, DeepSeek Sparse Attention, equation 1.
     """
     bias = _check_indexer(iq, ik, w, seq_offsets, bias)
-    check_int("top_k", top_k, 1, MOST_SLOTS)
-    check_int("selection_group", selection_group, 1, LARGEST_GROUP)
+    check_int("top_k", top_k, 1, MAX_REFERENCE_TOP_K)
+    check_int("selection_group", selection_group, 1, MAX_REFERENCE_GROUP)
     if choose_backend(backend, iq, "lightning_indexer") == "reference":
         return reference.lightning_indexer_reference(
             iq, ik, w, seq_offsets, top_k, bias=bias, selection_group=selection_group
         )
     _check_index_kernel("lightning_indexer", iq, selection_group)
-    if top_k > MOST_CHOSEN:
+    if top_k > MAX_TOP_K:
         raise ValueError(
-            f"lightning_indexer: the kernels take top_k up to {MOST_CHOSEN}, got {top_k}; use backend='reference', or "
+            f"lightning_indexer: the kernels take top_k up to {MAX_TOP_K}, got {top_k}; use backend='reference', or "
             "index_scores, where every token is chosen"
         )
     from hstu_sparse.indexer.choices import choice_rows
@@ -114,7 +115,7 @@ def index_scores(
     bias: RelativeBias | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the scores I(t, s) of `lightning_indexer` at given tokens: those chosen before, or all.
+    """Return the scores I(t, s) of `lightning_indexer` at given tokens, such as those chosen earlier, or all.
 
     Args:
         indices: [G, K] int32 or int64, tokens counted from the sequence's first, in any order and with repetitions;
@@ -161,17 +162,17 @@ def sparse_attention(
     bias: RelativeBias | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute softmax attention of each query over the tokens chosen for it, which are the same for all heads.
+    """Compute softmax attention of each query over chosen tokens, the same ones for all heads.
 
         o[t] = sum over chosen s of softmax(scale * q[t].k[s] + b(t, s)) * v[s]
 
-    With selection_group R > 1 token t attends to the tokens that its group chose, which lie before the group's first
-    token t0, and to t0 .. t.
+    With selection_group R > 1 token t attends to the tokens that its group chose, which precede the group's first token
+    t0, and to t0 .. t.
 
     Args:
         q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
-        k: [T, D], v: [T, V], dtype of q, shared by all heads; or [T, Hkv, D] and [T, Hkv, V], each of which H / Hkv
-            successive heads share.
+        k: [T, D], v: [T, V], dtype of q, shared by all heads; or [T, Hkv, D] and [T, Hkv, V], where each key head is
+            shared by H / Hkv consecutive heads.
         indices: [G, K] int32 or int64, tokens counted from the sequence's first, as returned by `lightning_indexer`.
             Those below 0 or after the query are masked, with selection_group > 1 those at or after t0; repeated ones
             count repeatedly. A query without tokens gets zeros. G is T, or T // R + B.
@@ -212,7 +213,7 @@ def sparse_attention(
     rows = choice_rows(seq_offsets, q.shape[0], selection_group)
     if k.dim() == 2 or selection_group > 1:
         return sparse_attention_jagged(q, k, v, indices, rows, *bias, scale, selection_group)[0]
-    # With one token to a tile every key head would multiply the rows of all heads.
+    # With one token per tile, each key head would multiply the rows of all heads.
     by_key_head = zip(q.unflatten(1, (k.shape[1], -1)).unbind(1), k.unbind(1), v.unbind(1))
     shared = (indices, rows, *bias, scale, selection_group)
     return torch.cat([sparse_attention_jagged(*heads, *shared)[0] for heads in by_key_head], 1)
@@ -236,27 +237,27 @@ def indexer_loss(
 ) -> Tensor:
     """Compute the KL divergence KL(p || pi) of an indexer from the attention over its choice, averaged over tokens.
 
-            p[t]  = mean over heads of softmax(scale * q[t].k[s] + b(t, s)) over the chosen s, a constant
-            pi[t] = softmax of scores[t] over the same tokens
+        p[t]  = mean over heads of softmax(scale * q[t].k[s] + b(t, s)) over the chosen s, a constant
+        pi[t] = softmax of scores[t] over the same tokens
         loss  = mean over t of sum over s of p (ln(p + eps) - ln(pi + eps))
 
     Only the scores get a gradient, which is defined as (pi - p)/T, without eps.
 
-    With selection_group > 1 the mean is over groups: p is the attention of a group's first token t0 over the group's
-    choice alone, and a group counts if t0 is valid and it has a choice; T is then the number of groups that count.
+    With selection_group > 1 p is the attention of a group's first token t0 over the group's choice only, and the mean
+    is over the groups that count: those with a choice whose t0 is valid. T is then their number.
 
     Args:
         q: [T, H, D], k: [T, D] or [T, Hkv, D], indices: [G, K], seq_offsets, selection_group, scale, bias: as in
             `sparse_attention`.
-        scores: [G, K], floating point, the indexer's at `indices`; scores at masked indices are not read.
-        valid: [T] bool, the tokens that count, whose number replaces T in mean and gradient. All by default.
+        scores: [G, K], floating point, the indexer's scores at `indices`; those at masked indices are not read.
+        valid: [T] bool, the tokens that count, all by default; their number replaces T in the mean and the gradient.
         eps: positive.
-        group: a torch.distributed process group whose ranks each have a part of the heads, equally many, of the same
-            tokens, scores and choice: p is the mean over the heads of all. Each rank gets the whole loss.
+        group: a torch.distributed process group whose ranks have equally many heads each, for the same tokens, scores
+            and choice: p is the mean over the heads of all ranks, and every rank returns the whole loss.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        A scalar, fp32 (fp64 for fp64 inputs), 0 if no token counts. A token without visible choice contributes 0.
+        A scalar, fp32 (fp64 for fp64 inputs), 0 if no token counts. A token that sees no chosen token contributes 0.
 
     Examples:
         >>> q, k, indices = torch.zeros(2, 2, 4), torch.zeros(2, 4), torch.tensor([[0, -1], [0, 1]])
@@ -296,7 +297,7 @@ def indexer_loss(
 
 
 def _mean_over_ranks(group, p: Tensor) -> Tensor:
-    """Return the mean of all ranks' p; may overwrite the given one."""
+    """Return the mean of p over all ranks; may overwrite p."""
     p = p.contiguous()
     dist.all_reduce(p, group=group)
     return p / dist.get_world_size(group)
@@ -326,8 +327,8 @@ def padded_indexer_loss(
 ) -> Tensor:
     """Compute `indexer_loss` for one padded chunk of queries: the sum over its rows divided by B.
 
-    Row i of the chunk has position chunk_offset + i and sees only indices up to that. The losses of a sequence's chunks
-    add up to its whole loss. Only index_score gets a gradient, (pi - p)/B at unmasked entries.
+    Row i of the chunk has position chunk_offset + i and sees only indices up to this position. The losses of a
+    sequence's chunks add up to its loss. Only index_score gets a gradient, (pi - p)/B at unmasked entries.
 
     Args:
         query: [B, H, C, D], fp16, bf16 or fp32 (the reference also fp64); any strides.
@@ -354,7 +355,7 @@ def padded_indexer_loss(
     check_tensor("key", key, "B S D", sizes, dtype=query.dtype, device=device)
     check_tensor("index_score", index_score, "B C K", sizes, device=device)
     check_tensor("indices", indices, "B C K", sizes, dtype=INTEGER, device=device)
-    _check_some_heads("query", sizes["H"])
+    _check_has_heads("query", sizes["H"])
     scale, eps = validation.check_number("scale", scale), validation.check_number("eps", eps, above=0)
     check_int("chunk_offset", chunk_offset, 0)
     if sizes["S"] == 0:
@@ -375,7 +376,7 @@ def _check_indexer(iq, ik, w, seq_offsets, bias) -> RelativeBias:
     check_tensor("iq", iq, "T J E", sizes)
     check_tensor("ik", ik, "T E", sizes, dtype=iq.dtype, device=iq.device)
     check_tensor("w", w, "T J", sizes, dtype=FLOATING, device=iq.device)
-    _check_some_heads("iq", sizes["J"], "J")
+    _check_has_heads("iq", sizes["J"], "J")
     check_jagged(seq_offsets, max(iq.shape[0], 1), iq=iq, ik=ik, w=w)
     return _check_bias(bias, iq, seq_offsets)
 
@@ -383,12 +384,12 @@ def _check_indexer(iq, ik, w, seq_offsets, bias) -> RelativeBias:
 def _check_attention(
     q, k, indices, seq_offsets, selection_group, bias, scale
 ) -> tuple[dict[str, int], RelativeBias, float]:
-    """Check the arguments of attention to a choice but values; return letter -> size, the bias and the scale."""
+    """Check the arguments of attention to a choice except v; return (sizes by letter, bias, scale)."""
     sizes: dict[str, int] = {}
     check_tensor("q", q, "T H D", sizes)
     several = isinstance(k, Tensor) and k.dim() == 3
     check_tensor("k", k, "T Hkv D" if several else "T D", sizes, dtype=q.dtype, device=q.device)
-    _check_some_heads("q", sizes["H"])
+    _check_has_heads("q", sizes["H"])
     if several and (sizes["Hkv"] == 0 or sizes["H"] % sizes["Hkv"]):
         raise ValueError(f"the heads of k must divide the {sizes['H']} heads of q, got {sizes['Hkv']}")
     check_jagged(seq_offsets, max(q.shape[0], 1), q=q, k=k)
@@ -398,7 +399,7 @@ def _check_attention(
 
 def _check_indices(indices, x, seq_offsets, selection_group, sizes) -> None:
     """Check that a choice has a row for each token of x [T, ...], or for each group."""
-    check_int("selection_group", selection_group, 1, LARGEST_GROUP)
+    check_int("selection_group", selection_group, 1, MAX_REFERENCE_GROUP)
     if selection_group > 1:
         sizes["G"] = reference.num_rows(x.shape[0], seq_offsets, selection_group)
     shape = "T K" if selection_group == 1 else "G K"
@@ -406,13 +407,13 @@ def _check_indices(indices, x, seq_offsets, selection_group, sizes) -> None:
     sizes["K"] = indices.shape[1]
 
 
-def _check_some_heads(name: str, heads: int, letter: str = "H") -> None:
+def _check_has_heads(name: str, heads: int, letter: str = "H") -> None:
     if heads == 0:
         raise ValueError(f"{name} must have at least one head, got {letter}=0")
 
 
 def _check_bias(bias: RelativeBias | None, x: Tensor, seq_offsets: Tensor) -> RelativeBias:
-    """Return the complete bias of tokens x [T, ...]; its position table has to cover the longest sequence."""
+    """Return `check_bias` of tokens x [T, ...], after checking that the position table covers the longest sequence."""
     bias = check_bias(bias, 0, x.shape[0], x.device)
     if bias.position is not None and readable(seq_offsets):
         longest = max(seq_offsets.diff().tolist(), default=0)
@@ -426,18 +427,18 @@ def _check_bias(bias: RelativeBias | None, x: Tensor, seq_offsets: Tensor) -> Re
 
 def _check_index_kernel(op: str, iq: Tensor, selection_group: int) -> None:
     check_kernel(op, iq, {"E": iq.shape[2]})
-    check_kernel(op, iq, {"selection_group": selection_group}, most=MOST_SHARING)
-    check_kernel(op, iq, {"J": iq.shape[1]}, most=MOST_HEADS)
+    check_kernel(op, iq, {"selection_group": selection_group}, most=MAX_GROUP)
+    check_kernel(op, iq, {"J": iq.shape[1]}, most=MAX_HEADS)
 
 
 def _check_attention_kernel(op: str, q: Tensor, sizes: dict[str, int], selection_group: int = 1) -> None:
     check_kernel(op, q, {letter: sizes[letter] for letter in ("D", "V") if letter in sizes})
     if sizes.get("Hkv", 1) > 1:
         channels = sizes["Hkv"] * padded_head(max(sizes["D"], sizes.get("V", 0)))
-        if channels > MOST_KEY_CHANNELS:
+        if channels > MAX_KEY_CHANNELS:
             raise ValueError(
-                f"{op}: the kernels take up to {MOST_KEY_CHANNELS} channels in all key heads, padded to powers of two, "
+                f"{op}: the kernels take up to {MAX_KEY_CHANNELS} channels in all key heads, padded to powers of two, "
                 f"got {channels}; use backend='reference'"
             )
-    check_kernel(op, q, {"selection_group": selection_group}, most=MOST_SHARING)
-    check_kernel(op, q, {"H": q.shape[1]}, most=MOST_HEADS)
+    check_kernel(op, q, {"selection_group": selection_group}, most=MAX_GROUP)
+    check_kernel(op, q, {"H": q.shape[1]}, most=MAX_HEADS)

@@ -1,17 +1,17 @@
-"""Define, launch and register sparse attention; a program has some of the tokens that share a choice.
+"""Define, launch and register sparse attention. A program has some of the tokens that share a choice.
 
 Letters: T tokens of the batch, H query heads (of which HEADS share a key head), D query/key and V value head size, K
 chosen tokens per row of a choice, G rows of a choice and R tokens that share one (selection_group, see choices.py).
 
-Tokens times heads are the rows of the tensor cores' tile, so that a gathered key is used by R times H queries: row is
-token * BH + head, BH being the heads, padded. The first loop is over the choice, whose keys are gathered and visible to
-all rows; the second, if tokens share a choice, over the group's tokens, which are adjacent, each visible from itself
-on. The bias belongs to token and key: it is computed once for all heads. Scores are in units of log 2.
+A program's tile has a row for each token and head: row token * BH + head, where BH is H padded. So R times H queries
+use a gathered key. The first loop is over the choice, whose keys are gathered and visible to all rows. If tokens share
+a choice, a second loop is over the group's tokens, which are adjacent; each is visible from its own position on. The
+bias is computed once for all heads. Scores are in units of log 2.
 
-With several key heads, which only shared choices take, a tile of rows meets the tile of each one after another, with
-zeros in the rows of heads that another one serves: choice and bias are read once for all of them.
+Several key heads are supported only with shared choices. The rows are multiplied with the keys of one key head after
+another, with zeros in the rows of other heads, so that choice and bias are read once for all key heads.
 
-dk, dv and the tables' gradients are sums by atomic additions: D + V for a pair of a query and a key.
+dk, dv and the tables' gradients are summed by atomic additions: D + V for each pair of a query and a key.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from hstu_sparse.tiles.rows import Rows, add_scores, as_rows, load_rows, log_sum
 
 
 class Sizes(NamedTuple):
-    """Constants: heads, head sizes in memory and in the results, key heads, widths of the tiles; see above."""
+    """The constants of a kernel: heads, head sizes in memory and in results, key heads, tile widths, group size."""
 
     H: int
     D: int
@@ -47,13 +47,13 @@ class Sizes(NamedTuple):
     PRECISION: str
 
 
-class Lines(NamedTuple):
+class TileRows(NamedTuple):
     """The rows of a program's tile.
 
-    t, is_token      [TOKENS] positions of the tokens, and which of them exist
-    row_t            [rows] the position of a row's token
-    head, inside     [rows] head, and whether both token and head exist
-    token            [rows] index of the token in the batch
+    t, is_token      [TOKENS] the tokens' positions, and the mask of those that exist
+    row_t            [rows] the position of each row's token
+    head, inside     [rows] the head, and the mask of rows whose token and head exist
+    token            [rows] the token's index in the batch
     """
 
     t: tl.tensor
@@ -65,27 +65,27 @@ class Lines(NamedTuple):
 
 
 @triton.jit
-def _find_lines(query, size, lead, TOKENS: tl.constexpr, sizes: tl.constexpr):
-    """Return the `Lines` of the tokens from `lead` on of a group of `size`."""
-    each = lead + tl.arange(0, TOKENS)
-    line = tl.arange(0, TOKENS * sizes.BH)
-    place, head = lead + line // sizes.BH, line % sizes.BH
+def _find_rows(query, size, first, TOKENS: tl.constexpr, sizes: tl.constexpr):
+    """Return the `TileRows` of the tokens from `first` on of a group of `size` tokens."""
+    each = first + tl.arange(0, TOKENS)
+    row = tl.arange(0, TOKENS * sizes.BH)
+    place, head = first + row // sizes.BH, row % sizes.BH
     inside = (place < size) & (head < sizes.H)
-    return Lines(query.t + each, each < size, query.t + place, head, inside, query.token + place)
+    return TileRows(query.t + each, each < size, query.t + place, head, inside, query.token + place)
 
 
 @triton.jit
-def _load_lines(base, lines, stride_t, stride_h, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def _load_tile(base, tile, stride_t, stride_h, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Load a tile [rows, PADDED] of [T, H, SIZE], zeros in rows without token or head."""
-    return load_rows(base, lines.token * stride_t + lines.head * stride_h, 1, lines.inside, SIZE, PADDED)
+    return load_rows(base, tile.token * stride_t + tile.head * stride_h, 1, tile.inside, SIZE, PADDED)
 
 
 @triton.jit
-def _store_lines(base, lines, value, H: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def _store_tile(base, tile, value, H: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Store a tile [rows, PADDED] to [T, H, SIZE]."""
     column = tl.arange(0, PADDED)
-    pointers = base + (lines.token * H + lines.head)[:, None] * SIZE + column[None, :]
-    tl.store(pointers, value.to(base.dtype.element_ty), mask=lines.inside[:, None] & (column < SIZE)[None, :])
+    pointers = base + (tile.token * H + tile.head)[:, None] * SIZE + column[None, :]
+    tl.store(pointers, value.to(base.dtype.element_ty), mask=tile.inside[:, None] & (column < SIZE)[None, :])
 
 
 @triton.jit
@@ -98,8 +98,8 @@ def _load_key_heads(x, rows, mask, SIZE: tl.constexpr, PADDED: tl.constexpr, KEY
 
 
 @triton.jit
-def _rows_served(x, head, number: tl.constexpr, sizes: tl.constexpr):
-    """Zero the rows of x whose query head another key head than `number` serves."""
+def _mask_heads(x, head, number: tl.constexpr, sizes: tl.constexpr):
+    """Zero the rows of x whose query heads do not use the key head `number`."""
     if sizes.KEY_HEADS == 1:
         return x
     else:
@@ -108,26 +108,26 @@ def _rows_served(x, head, number: tl.constexpr, sizes: tl.constexpr):
 
 @triton.jit
 def _products(x, tiles, head, sizes: tl.constexpr):
-    """Return the products [rows, keys] of the rows of x and the tiles of their key heads."""
-    products = tl.dot(_rows_served(x, head, 0, sizes), tl.trans(tiles[0]), input_precision=sizes.PRECISION)
+    """Return the products [rows, keys] of the rows of x with the keys (or values) of their key heads."""
+    products = tl.dot(_mask_heads(x, head, 0, sizes), tl.trans(tiles[0]), input_precision=sizes.PRECISION)
     for number in tl.static_range(1, len(tiles)):
-        served = _rows_served(x, head, number, sizes)
-        products = tl.dot(served, tl.trans(tiles[number]), products, input_precision=sizes.PRECISION)
+        masked = _mask_heads(x, head, number, sizes)
+        products = tl.dot(masked, tl.trans(tiles[number]), products, input_precision=sizes.PRECISION)
     return products
 
 
 @triton.jit
 def _weighted(weights, tiles, head, acc, sizes: tl.constexpr):
-    """Add to acc [rows, channels] the tiles of the rows' key heads, weighted by [rows, keys]."""
+    """Add the products of weights [rows, keys] and the tiles of their key heads to acc [rows, channels]."""
     for number in tl.static_range(len(tiles)):
-        served = _rows_served(weights, head, number, sizes)
-        acc = tl.dot(served, tiles[number], acc, input_precision=sizes.PRECISION)
+        masked = _mask_heads(weights, head, number, sizes)
+        acc = tl.dot(masked, tiles[number], acc, input_precision=sizes.PRECISION)
     return acc
 
 
 @triton.jit
-def _spread(x, BH: tl.constexpr):
-    """Repeat [tokens, keys] for every head: [tokens * BH, keys]; a single token's broadcasts."""
+def _repeat_heads(x, BH: tl.constexpr):
+    """Repeat [tokens, keys] for every head: [tokens * BH, keys]; return [1, keys] for a single token."""
     if BH == 1 or x.shape[0] == 1:
         return x
     else:
@@ -147,93 +147,94 @@ def _sum_heads(x, BH: tl.constexpr):
 
 
 @triton.jit
-def _scores(products, s, visible, query, lines, bias, scale, BH: tl.constexpr, LOCAL: tl.constexpr):
+def _scores(products, s, visible, query, tile, bias, scale, BH: tl.constexpr, LOCAL: tl.constexpr):
     """Return (scores [rows, keys] in units of log 2, -inf where masked; time buckets and visibility [tokens, keys]).
 
-    products: those of queries and keys. LOCAL: a key is visible from its own token on.
+    products: of queries and keys. LOCAL: a key is visible only from its own position on.
     """
     scores = products * (scale * LOG2E)
-    seen = lines.is_token[:, None] & visible[None, :]
+    seen = tile.is_token[:, None] & visible[None, :]
     if LOCAL:
-        seen = seen & (s[None, :] <= lines.t[:, None])
+        seen = seen & (s[None, :] <= tile.t[:, None])
     bucket = tl.zeros(seen.shape, tl.int32)
     if (bias.position is not None) or (bias.time is not None):
-        query_times = load_times(bias.query_times, query.begin + lines.t, lines.is_token)[:, None]
+        query_times = load_times(bias.query_times, query.begin + tile.t, tile.is_token)[:, None]
         key_times = load_times(bias.key_times, query.begin + s, visible)[None, :]
-        added, bucket = table_bias(bias, lines.t[:, None] - s[None, :], seen, query_times, key_times)
-        scores += _spread(added * LOG2E, BH)
-    # Rows without a token or head are not masked: their results are dropped.
+        added, bucket = table_bias(bias, tile.t[:, None] - s[None, :], seen, query_times, key_times)
+        scores += _repeat_heads(added * LOG2E, BH)
+    # Rows without a token or head need no mask: their results are dropped.
     mask = visible[None, :]
     if LOCAL:
-        mask = mask & (s[None, :] <= lines.row_t[:, None])
+        mask = mask & (s[None, :] <= tile.row_t[:, None])
     return tl.where(mask, scores, float("-inf")), bucket, seen
 
 
 @triton.jit
 def _attend(
-    most, total, result, queries, s, visible, k, v, query, lines, bias, scale, sizes: tl.constexpr, LOCAL: tl.constexpr
-):
-    """Return the rows' maxima, sums and outputs with a block of keys."""
+    row_max, row_sum, acc, queries, s, visible, k, v, query, tile, bias, scale,
+    sizes: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Add a block of keys to the online softmax: row_max, row_sum and acc."""
     keys = _load_key_heads(k, query.begin + s, visible, sizes.D, sizes.BD, sizes.KEY_HEADS)
     values = _load_key_heads(v, query.begin + s, visible, sizes.V, sizes.BV, sizes.KEY_HEADS)
-    products = _products(queries, keys, lines.head, sizes)
-    scores, _, _ = _scores(products, s, visible, query, lines, bias, scale, sizes.BH, LOCAL)
-    most, total, weights, shrink = add_scores(most, total, scores)
-    return most, total, _weighted(weights.to(values[0].dtype), values, lines.head, result * shrink[:, None], sizes)
+    products = _products(queries, keys, tile.head, sizes)
+    scores, _, _ = _scores(products, s, visible, query, tile, bias, scale, sizes.BH, LOCAL)
+    row_max, row_sum, weights, rescale = add_scores(row_max, row_sum, scores)
+    return row_max, row_sum, _weighted(weights.to(values[0].dtype), values, tile.head, acc * rescale[:, None], sizes)
 
 
 @triton.jit(do_not_specialize=["G"])
 def sparse_attention_fwd_kernel(
     q, k, v, indices, rows, out, lse, bias, scale, K, G,
-    sizes: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
+    sizes: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of TOKENS tokens of a row of a choice, and their scores' log-sum-exp by head.
+    """Compute the output and, for each head, the log-sum-exp of TOKENS tokens of a row of a choice.
 
-    A step takes BLOCK chosen keys, or NEAR of the group. A token without keys gets zeros.
+    A step processes BLOCK chosen keys, or GROUP_BLOCK keys of the group. A token without keys gets zeros.
     """
-    lead = tl.program_id(1) * TOKENS
+    first = tl.program_id(1) * TOKENS
     query = find_query(rows, tl.program_id(0).to(tl.int64), G, sizes.R)
     size = tl.load(rows + 2 * G + query.row).to(tl.int32)
-    if lead >= size:
+    if first >= size:
         return
     ROWS: tl.constexpr = TOKENS * sizes.BH
     BV: tl.constexpr = sizes.BV
-    lines = _find_lines(query, size, lead, TOKENS, sizes)
-    queries = _load_lines(q.pointer, lines, q.stride_t, q.stride_h, sizes.D, sizes.BD)
-    most = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    result = tl.zeros([ROWS, BV], tl.float32)
+    tile = _find_rows(query, size, first, TOKENS, sizes)
+    queries = _load_tile(q.pointer, tile, q.stride_t, q.stride_h, sizes.D, sizes.BD)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BV], tl.float32)
     for start in range(0, K, BLOCK):
         s, visible = chosen_tokens(indices, query, start, K, BLOCK)
-        most, total, result = _attend(
-            most, total, result, queries, s, visible, k, v, query, lines, bias, scale, sizes, False
+        row_max, row_sum, acc = _attend(
+            row_max, row_sum, acc, queries, s, visible, k, v, query, tile, bias, scale, sizes, False
         )
     if sizes.R > 1:
-        for start in range(0, tl.minimum(lead + TOKENS, size), NEAR):
-            ahead = start + tl.arange(0, NEAR)
+        for start in range(0, tl.minimum(first + TOKENS, size), GROUP_BLOCK):
+            ahead = start + tl.arange(0, GROUP_BLOCK)
             s = query.t + ahead
-            most, total, result = _attend(
-                most, total, result, queries, s, ahead < size, k, v, query, lines, bias, scale, sizes, True
+            row_max, row_sum, acc = _attend(
+                row_max, row_sum, acc, queries, s, ahead < size, k, v, query, tile, bias, scale, sizes, True
             )
-    result = tl.where(total[:, None] == 0.0, 0.0, result / total[:, None])
-    _store_lines(out, lines, result, sizes.H, sizes.OUT_V, sizes.BV)
-    # The weights exp2(-inf - 0) of a token without keys are zeros in the backward pass.
-    tl.store(lse + lines.token * sizes.H + lines.head, log_sum(most, total), mask=lines.inside)
+    acc = tl.where(row_sum[:, None] == 0.0, 0.0, acc / row_sum[:, None])
+    _store_tile(out, tile, acc, sizes.H, sizes.OUT_V, sizes.BV)
+    # For a token without keys this stores 0, so that the backward pass has weights exp2(-inf - 0) = 0.
+    tl.store(lse + tile.token * sizes.H + tile.head, log_sum(row_max, row_sum), mask=tile.inside)
 
 
 class Saved(NamedTuple):
-    """The rows of a program in the backward pass: tiles of q and do, log-sum-exp, do . out."""
+    """The rows of a program in the backward pass: tiles of q and do, the log-sum-exp, and delta = do.out."""
 
     queries: tl.tensor
     grads: tl.tensor
-    logarithm: tl.tensor
-    along: tl.tensor
+    lse: tl.tensor
+    delta: tl.tensor
 
 
 @triton.jit
 def _add_keys(sums, token, visible, share, number: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
               KEY_HEADS: tl.constexpr):  # fmt: skip
-    """Add to the rows of a key head of `Sums` [T, KEY_HEADS, SIZE]."""
+    """Add a tile to the rows of a key head in `Sums` [T, KEY_HEADS, SIZE]."""
     column = tl.arange(0, PADDED)
     where = sums.pointer + token[:, None] * (KEY_HEADS * SIZE) + number * SIZE + column[None, :]
     add_to(where, share, sums.unit, visible[:, None] & (column < SIZE)[None, :])
@@ -241,76 +242,76 @@ def _add_keys(sums, token, visible, share, number: tl.constexpr, SIZE: tl.conste
 
 @triton.jit
 def _gradients(
-    acc, saved, s, visible, k, v, dk, dv, tables, query, lines, bias, scale, sizes: tl.constexpr, LOCAL: tl.constexpr
+    acc, saved, s, visible, k, v, dk, dv, tables, query, tile, bias, scale, sizes: tl.constexpr, LOCAL: tl.constexpr
 ):
-    """Add the contribution of a block of keys: to dq, which is returned, to dk, dv and the tables' gradients."""
+    """Add a block of keys to acc (dq before scaling), which is returned, and to dk, dv and the tables' gradients."""
     keys = _load_key_heads(k, query.begin + s, visible, sizes.D, sizes.BD, sizes.KEY_HEADS)
     values = _load_key_heads(v, query.begin + s, visible, sizes.V, sizes.BV, sizes.KEY_HEADS)
-    products = _products(saved.queries, keys, lines.head, sizes)
-    scores, bucket, seen = _scores(products, s, visible, query, lines, bias, scale, sizes.BH, LOCAL)
-    weights = tl.exp2(scores - saved.logarithm[:, None])
-    dweights = _products(saved.grads, values, lines.head, sizes)
-    dscores = weights * (dweights - saved.along[:, None])
+    products = _products(saved.queries, keys, tile.head, sizes)
+    scores, bucket, seen = _scores(products, s, visible, query, tile, bias, scale, sizes.BH, LOCAL)
+    weights = tl.exp2(scores - saved.lse[:, None])
+    dweights = _products(saved.grads, values, tile.head, sizes)
+    dscores = weights * (dweights - saved.delta[:, None])
     if (tables.position is not None) or (tables.time is not None):
-        distance = lines.t[:, None] - s[None, :]
+        distance = tile.t[:, None] - s[None, :]
         value = _sum_heads(dscores, sizes.BH)
         add_to_tables(tables, value, distance, seen, bucket, query.row, POSITION_COPIES, TIME_COPIES)
     narrow = dscores.to(keys[0].dtype)
     weights = weights.to(saved.grads.dtype)
     for number in tl.static_range(len(keys)):
-        served = tl.trans(_rows_served(narrow, lines.head, number, sizes))
-        share = tl.dot(served, saved.queries, input_precision=sizes.PRECISION) * scale
+        masked = tl.trans(_mask_heads(narrow, tile.head, number, sizes))
+        share = tl.dot(masked, saved.queries, input_precision=sizes.PRECISION) * scale
         _add_keys(dk, query.begin + s, visible, share, number, sizes.OUT_D, sizes.BD, sizes.KEY_HEADS)
-        served = tl.trans(_rows_served(weights, lines.head, number, sizes))
-        share = tl.dot(served, saved.grads, input_precision=sizes.PRECISION)
+        masked = tl.trans(_mask_heads(weights, tile.head, number, sizes))
+        share = tl.dot(masked, saved.grads, input_precision=sizes.PRECISION)
         _add_keys(dv, query.begin + s, visible, share, number, sizes.OUT_V, sizes.BV, sizes.KEY_HEADS)
-    return _weighted(narrow, keys, lines.head, acc, sizes)
+    return _weighted(narrow, keys, tile.head, acc, sizes)
 
 
 @triton.jit(do_not_specialize=["G"])
 def sparse_attention_bwd_kernel(
     do, q, k, v, out, lse, indices, rows, dq, dk, dv, tables, bias, scale, K, G,
-    sizes: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
+    sizes: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of TOKENS tokens of a row of a choice, and their share of dk, dv and the tables' gradients."""
-    lead = tl.program_id(1) * TOKENS
+    """Compute dq of TOKENS tokens of a row of a choice, and add to dk, dv and the tables' gradients."""
+    first = tl.program_id(1) * TOKENS
     query = find_query(rows, tl.program_id(0).to(tl.int64), G, sizes.R)
     size = tl.load(rows + 2 * G + query.row).to(tl.int32)
-    if lead >= size:
+    if first >= size:
         return
     ROWS: tl.constexpr = TOKENS * sizes.BH
     BD: tl.constexpr = sizes.BD
-    lines = _find_lines(query, size, lead, TOKENS, sizes)
-    queries = _load_lines(q.pointer, lines, q.stride_t, q.stride_h, sizes.D, sizes.BD)
-    grads = _load_lines(do.pointer, lines, do.stride_t, do.stride_h, sizes.V, sizes.BV)
-    result = _load_lines(out, lines, sizes.H * sizes.OUT_V, sizes.OUT_V, sizes.OUT_V, sizes.BV)
-    # Infinity gives rows without a token or head zero weight.
-    logarithm = tl.load(lse + lines.token * sizes.H + lines.head, mask=lines.inside, other=float("inf"))
-    saved = Saved(queries, grads, logarithm, tl.sum(grads.to(tl.float32) * result.to(tl.float32), 1))
+    tile = _find_rows(query, size, first, TOKENS, sizes)
+    queries = _load_tile(q.pointer, tile, q.stride_t, q.stride_h, sizes.D, sizes.BD)
+    grads = _load_tile(do.pointer, tile, do.stride_t, do.stride_h, sizes.V, sizes.BV)
+    result = _load_tile(out, tile, sizes.H * sizes.OUT_V, sizes.OUT_V, sizes.OUT_V, sizes.BV)
+    # In rows without a token or head, +inf makes all weights 0.
+    row_lse = tl.load(lse + tile.token * sizes.H + tile.head, mask=tile.inside, other=float("inf"))
+    saved = Saved(queries, grads, row_lse, tl.sum(grads.to(tl.float32) * result.to(tl.float32), 1))
     acc = tl.zeros([ROWS, BD], tl.float32)
     for start in range(0, K, BLOCK):
         s, visible = chosen_tokens(indices, query, start, K, BLOCK)
-        acc = _gradients(acc, saved, s, visible, k, v, dk, dv, tables, query, lines, bias, scale, sizes, False)
+        acc = _gradients(acc, saved, s, visible, k, v, dk, dv, tables, query, tile, bias, scale, sizes, False)
     if sizes.R > 1:
-        for start in range(0, tl.minimum(lead + TOKENS, size), NEAR):
-            ahead = start + tl.arange(0, NEAR)
+        for start in range(0, tl.minimum(first + TOKENS, size), GROUP_BLOCK):
+            ahead = start + tl.arange(0, GROUP_BLOCK)
             s = query.t + ahead
-            acc = _gradients(acc, saved, s, ahead < size, k, v, dk, dv, tables, query, lines, bias, scale, sizes, True)
-    _store_lines(dq, lines, acc * scale, sizes.H, sizes.OUT_D, sizes.BD)
+            acc = _gradients(acc, saved, s, ahead < size, k, v, dk, dv, tables, query, tile, bias, scale, sizes, True)
+    _store_tile(dq, tile, acc * scale, sizes.H, sizes.OUT_D, sizes.BD)
 
 
 @configuration
 def attention_config(
     kernel: str, dtype: torch.dtype, width: int, heads: int, group: int, top_k: int, key_heads: int = 1
 ) -> LaunchConfig:
-    """Return the configuration of "fwd" or "bwd", which process TOKENS tokens of a group at a time, with BLOCK chosen
-    keys and NEAR keys of the group a step. It is fixed rather than tuned at run time.
+    """Return the configuration of the kernel "fwd" or "bwd"; it is fixed rather than tuned at run time.
 
-    width: that of a key and a value of one head, padded; heads: padded.
+    A program has TOKENS tokens of a group. A step processes BLOCK chosen keys, or GROUP_BLOCK keys of the group. width:
+    padded size of a key plus a value of one head; heads: padded.
     """
     if group == 1:
         block = choices.key_block(dtype, width)
-        return LaunchConfig(4, 3, TOKENS=1, BLOCK=block if kernel == "fwd" else min(block, 32), NEAR=16)
+        return LaunchConfig(4, 3, TOKENS=1, BLOCK=block if kernel == "fwd" else min(block, 32), GROUP_BLOCK=16)
     most = 64 if dtype.itemsize == 2 and width <= 256 else 32 if width <= 256 and key_heads == 1 else 16
     tokens = max(16 // heads, min(next_power_of_2(group), most // heads), 1)
     block = max(16, min(choices.key_block(dtype, width * key_heads), next_power_of_2(top_k)))
@@ -322,7 +323,7 @@ def attention_config(
     # A third stage makes forward 40% slower; up to 32 rows two warps are as fast as four.
     is_small = tokens * heads <= 32 and width <= 128 and dtype.itemsize == 2
     warps = 8 if kernel == "bwd" and width > 256 else 2 if is_small else 4
-    return LaunchConfig(warps, 2, TOKENS=tokens, BLOCK=block, NEAR=near)
+    return LaunchConfig(warps, 2, TOKENS=tokens, BLOCK=block, GROUP_BLOCK=near)
 
 
 class Arguments(NamedTuple):

@@ -1,4 +1,4 @@
-"""Find the query of each row of a choice, the tokens that it chose, and their bias.
+"""Find the query of each row of a choice, its chosen tokens, and their bias.
 
 Letters: T tokens of the batch, B sequences, K chosen tokens per row, R tokens that share a choice (selection_group), G
 rows of a choice: T if R is 1, else T // R + B.
@@ -34,7 +34,7 @@ _BLOCK = 128
 def choice_rows_kernel(offsets, rows, B, G, steps, R: tl.constexpr, BLOCK: tl.constexpr):
     """Compute BLOCK entries of `rows`, by a binary search of `steps` steps for each.
 
-    torch.searchsorted and what surrounds it would be fourteen launches, in each of a layer's three calls.
+    With torch.searchsorted this would take fourteen launches in each of a layer's three calls.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
@@ -116,9 +116,9 @@ def chosen_tokens(indices, query, start, K, BLOCK: tl.constexpr):
 
 @triton.jit
 def clamped_tokens(indices, query, start, K, BLOCK: tl.constexpr):
-    """Return BLOCK positions of a query's choice from slot `start` on, int32; where masked any up to the last.
+    """Return BLOCK positions int32 of a query's choice from slot `start` on; arbitrary visible ones where masked.
 
-    This serves gathers whose results are masked later: a mask would cost them more instructions than everything else.
+    For gathers whose results are masked later: masked loads would need more instructions than all the rest.
     """
     slot = start + tl.arange(0, BLOCK)
     s = tl.load(indices + query.row * K + slot, mask=slot < K, other=0)
@@ -138,7 +138,7 @@ def chosen_bias(bias, query, s, visible):
 
 @triton.jit
 def exp2(x):
-    """Return 2^x in one instruction, 0 if that is below 2^-126; tl.exp2 takes three more for such numbers."""
+    """Return 2^x in one instruction, with 0 for results below 2^-126, for which tl.exp2 needs three more."""
     if COMPILED:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
@@ -149,7 +149,7 @@ def exp2(x):
 
 @triton.jit
 def log2(x):
-    """Return the logarithm in one instruction and a multiplication, accurate to 2^-22, of numbers from 2^-126 on."""
+    """Return log2(x) for x >= 2^-126 in one instruction, accurate to 2^-22."""
     if COMPILED:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
@@ -165,19 +165,19 @@ def kernel_bias(bias: RelativeBias) -> KernelBias:
 
 
 def table_sums(bias: RelativeBias, rows: int, bound: Callable[[], Tensor]) -> TableSums:
-    """Allocate the tables' gradients. bound: returns a bound of what a row adds to all entries together."""
+    """Allocate the tables' gradients. bound: returns a bound of the sum of a row's contributions to all entries."""
     deterministic, copies = torch.are_deterministic_algorithms_enabled(), (POSITION_COPIES.value, TIME_COPIES.value)
     return TableSums(bias[:2], copies, deterministic, lambda: (rows + 1.0) * bound().double())
 
 
 def key_sums(x: Tensor, rows: int, bound: Callable[[], Tensor]) -> Sums:
-    """Allocate the gradient of keys. bound: returns a bound of what a row adds to one number of all keys together."""
+    """Allocate the gradient of keys. bound: returns a bound of the sum of a row's contributions to one channel."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return Sums.zeros(x, (rows + 1.0) * bound().double() if deterministic else None)
 
 
 def key_block(dtype: torch.dtype, width: int) -> int:
-    """Return the number of chosen keys per step, so that a few tiles of `width` in all fit into shared memory."""
+    """Return the number of chosen keys per step: a few tiles of this width must fit into shared memory."""
     if INTERPRET:
         return 32
     bytes_of_row = dtype.itemsize * width
@@ -185,5 +185,5 @@ def key_block(dtype: torch.dtype, width: int) -> int:
 
 
 def by_heads(x: Tensor) -> Tensor:
-    """Return keys or values as [T, Hkv, size] also if they have one head, [T, size]."""
+    """Return keys or values as [T, Hkv, size]; [T, size] is one head."""
     return x[:, None] if x.dim() == 2 else x

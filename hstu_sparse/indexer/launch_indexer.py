@@ -1,5 +1,6 @@
-"""Launch the lightning indexer's kernels; register them as torch.ops.hstu_sparse.lightning_indexer_fwd and _bwd,
-index_scores_fwd and _bwd.
+"""Launch the lightning indexer's kernels, and register them as torch operators.
+
+They are torch.ops.hstu_sparse.lightning_indexer_fwd and _bwd, index_scores_fwd and _bwd.
 
 Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query, G rows of a
 choice and R tokens that share one (see choices.py).
@@ -23,7 +24,7 @@ from hstu_sparse.tiles.rows import Rows, as_rows
 
 # Bytes of candidates that are in memory at a time.
 SCRATCH = 2**31
-# Candidates of a query for each warp of the program that selects the greatest of them.
+# Candidates for each warp of a program that selects the greatest ones of a query.
 PER_WARP = 1024
 
 
@@ -36,20 +37,22 @@ def sample_config(top_k: int) -> tuple[int, int]:
 
 @configuration
 def choice_config(heads: int, width: int, dtype: torch.dtype, group: int) -> LaunchConfig:
-    """Return the configuration of the kernels that score tiles of ROWS queries and BLOCK keys, for index heads padded
-    to `width`. HEADS: index heads whose queries stay in registers; others are read again for every block of keys.
+    """Return the configuration of the kernels that score tiles of ROWS queries and BLOCK keys.
+
+    width: padded size of an index head. HEADS: index heads whose queries stay in registers; the queries of other heads
+    are loaded for every block of keys.
     """
     resident_heads = heads if heads <= 4 else 2
     if INTERPRET:
         return LaunchConfig(4, 3, ROWS=32, BLOCK=32, HEADS=resident_heads)
     if dtype.itemsize == 4:
         return LaunchConfig(4, 3, ROWS=32, BLOCK=32, HEADS=1)
-    # Groups have fewer queries: smaller tiles give every multiprocessor some.
+    # With groups there are fewer queries: smaller tiles occupy all multiprocessors.
     return LaunchConfig(4, 3, ROWS=64 if group < 4 else 32, BLOCK=64 if width <= 128 else 32, HEADS=resident_heads)
 
 
 class Arguments(NamedTuple):
-    """The arguments of both operators but the choice, in the order of their schemas."""
+    """The arguments that both operators share, in the order of their schemas."""
 
     iq: Tensor
     ik: Tensor
@@ -72,11 +75,11 @@ class _Search:
         self.config = choice_config(J, width, iq.dtype, group)
         self.heads = topk.Heads(J, iq.shape[2], width, group, precision(iq.dtype), proven(iq.device))
         self.block = key_block(iq.dtype, width)
-        # A tile's queries have adjacent rows of candidates, including positions past a sequence's end, which are -1. A
-        # row first holds its sample (fp32), then its candidates.
+        # A tile's queries have adjacent rows of candidates, also those past a sequence's end, whose token is -1. A row
+        # holds a query's sample (fp32) first, and then its candidates.
         self.all_slots = T // (self.config.ROWS * group) + self.B
-        self.room = max(self.capacity, self.sample // 2)
-        self.slots = min(self.all_slots, max(1, SCRATCH // (8 * self.room * self.config.ROWS)))
+        self.row_size = max(self.capacity, self.sample // 2)
+        self.slots = min(self.all_slots, max(1, SCRATCH // (8 * self.row_size * self.config.ROWS)))
         self.rows = self.slots * self.config.ROWS
 
     def queries(self) -> Tensor:
@@ -90,13 +93,13 @@ class _Search:
     def choose(self, scores: Tensor, indices: Tensor) -> None:
         """Write the choice of every row that has a query."""
         device, capacity, sample, top_k = self.offsets.device, self.capacity, self.sample, self.top_k
-        candidates = torch.empty(self.rows * self.room, dtype=torch.int64, device=device)
+        candidates = torch.empty(self.rows * self.row_size, dtype=torch.int64, device=device)
         sampled = candidates.view(torch.float32)
         thresholds = torch.full((self.rows,), float("-inf"), dtype=torch.float32, device=device)
         counts = torch.empty(self.rows, dtype=torch.int32, device=device)
         sizes = dict(heads=self.heads, ROWS=self.config.ROWS, SIZE=self.size)
         refill = sizes | dict(BJ=padded_head(self.J), BLOCK=self.block, num_warps=max(4, min(16, self.size // 512)))
-        # Most rows have far fewer candidates than capacity; a program for the full capacity has fewer registers.
+        # Most rows have far fewer candidates than the capacity, for which a program has more registers left.
         parts = (0, self.size // 2), (self.size // 2 + 1, self.size)
         for tokens, begins, targets, first in zip(*self.queries(), range(0, self.all_slots, self.slots)):
             if capacity < self.tokens:
@@ -157,7 +160,7 @@ def _scores_backward(grad, iq, ik, w, indices, rows, *bias_and_group) -> list[Te
         return [diq, torch.zeros_like(ik), dw, *(torch.zeros_like(x) for x in a.bias[:2] if x is not None)]
 
     def sum_of_row() -> Tensor:
-        """Bound what a row has; the kernels do not read a masked slot's gradient, which only loosens this bound."""
+        """Bound the sum of a row's gradients; those of masked slots only loosen the bound, since kernels skip them."""
         return grad.nan_to_num().abs().sum(1, dtype=torch.float32).amax()
 
     tables = table_sums(a.bias, G, sum_of_row)

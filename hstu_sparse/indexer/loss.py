@@ -1,16 +1,16 @@
 """Define, launch and register the index loss: one kernel, with one program for each query.
 
 Letters: T tokens of the batch, B sequences, H query heads, D query/key head size, K chosen tokens per query; in padded
-chunks C queries and S keys per sequence. A row is a query of either; where R tokens share a choice, a group
-(choices.py), of which there are G.
+chunks C queries and S keys per sequence. There are G rows: a row is a query, or, if R tokens share a choice, a group
+(choices.py).
 
-Heads are summed after each has been divided by its own normaliser, which is known once all chosen keys have been seen.
-Scores of up to HELD blocks stay in registers, and the keys are gathered once; with more blocks, they are gathered
-twice. Chosen keys are the rows of the tensor cores' tile and heads its columns (padded to 16), so that the sums over
-heads and the maxima over keys stay within a few threads. Scores are in units of log 2.
+The weights of each head are divided by their own sum, which is known after all chosen keys, before heads are summed. So
+keys are gathered twice, unless the scores of all blocks (up to HELD) stay in registers. In a tile, chosen keys are the
+rows and heads the columns (padded to 16), so that the sums over heads and the maxima over keys stay within a few
+threads. Scores are in units of log 2.
 
-Forward writes pi - p if a gradient is needed: it is the gradient except for a factor of each row, by which backward
-multiplies it in place. Where other ranks have more heads it writes p, which they add up.
+If a gradient is needed, the forward pass writes pi - p, and the backward pass multiplies it in place by a factor for
+each row. If other ranks have more heads, the forward pass writes p, which is then averaged over the ranks.
 """
 
 from typing import NamedTuple
@@ -38,18 +38,18 @@ from hstu_sparse.indexer.choices import (
 )
 from hstu_sparse.tiles.rows import Rows, as_rows, finite_or_zero, gather_rows, load_rows
 
-# What the kernel writes for each chosen token: nothing, pi - p, or p.
+# The kernel's output for each chosen token: nothing, pi - p, or p.
 NOTHING, DIFFERENCE, ATTENTION = 0, 1, 2
 
 
 class Choice(NamedTuple):
-    """A row's query and what it chose.
+    """A row's query and its choice.
 
     query    see choices.py
-    heads    for each key head the query's tile [channels, heads], with zeros for heads that another one serves
-    indices  of the whole batch
-    scores   the indexer's, of the whole batch
-    counts   whether the row counts; otherwise everything is masked
+    heads    for each key head the query's tile [channels, heads], with zeros for heads that use another key head
+    indices  pointer to those of the whole batch
+    scores   pointer to the indexer's scores of the whole batch
+    counts   whether the row counts; otherwise all its tokens are masked
     """
 
     query: Query
@@ -64,7 +64,7 @@ def _attention(
     choice, k, bias, scale, start, K, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr, KEY_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return unmasked scores of the attention [BLOCK, heads] of the slots from `start` on."""
+    """Return the attention's scores [BLOCK, heads] of the slots from `start` on, without the mask."""
     query = choice.query
     s = clamped_tokens(choice.indices, query, start, K, BLOCK)
     keys = gather_rows(k.pointer, query.begin + s, k.stride_t, D, BD)
@@ -93,24 +93,24 @@ def _masked(scores, visible):
 def _index_scores(choice, start, visible, K, BLOCK: tl.constexpr):
     """Return the indexer's scores of the BLOCK slots from `start` on, -inf where masked."""
     slot = start + tl.arange(0, BLOCK)
-    # The load does not use `visible` as its mask, for which it would have to wait.
+    # `visible` is not the mask of this load, which would then wait for it.
     loaded = tl.load(choice.scores + choice.query.row * K + slot, mask=slot < K, other=0.0).to(tl.float32)
     return tl.where(visible, loaded * LOG2E, float("-inf"))
 
 
 @triton.jit
-def _add_exponentials(most, total, values):
-    """Update (maxima, sums of exponentials relative to them) elementwise, so that no step needs a reduction."""
-    higher = tl.maximum(most, values)
-    base = finite_or_zero(higher)
-    return higher, total * exp2(most - base) + exp2(values - base)
+def _add_exponentials(maxima, total, values):
+    """Update (maxima, sums of exponentials relative to the maxima) elementwise: the loop needs no reductions."""
+    new_maxima = tl.maximum(maxima, values)
+    base = finite_or_zero(new_maxima)
+    return new_maxima, total * exp2(maxima - base) + exp2(values - base)
 
 
 @triton.jit
-def _logarithm(most, total):
-    """Return the logarithm of all sums of exponentials along the first axis; 0 if all are masked."""
-    base = finite_or_zero(tl.max(most, 0))
-    total = tl.sum(total * exp2(most - (base[None, :] if len(most.shape) == 2 else base)), 0)
+def _logarithm(maxima, total):
+    """Return the log-sum-exp along the first axis, from maxima and sums; 0 if all entries are masked."""
+    base = finite_or_zero(tl.max(maxima, 0))
+    total = tl.sum(total * exp2(maxima - (base[None, :] if len(maxima.shape) == 2 else base)), 0)
     return tl.where(total == 0.0, 0.0, base + tl.log2(total))
 
 
@@ -127,17 +127,17 @@ def index_loss_kernel(
 ):  # fmt: skip
     """Compute the loss of one row and, if requested, the gradient pi - p of its index scores, or p; 0 where masked.
 
-    HELD: blocks of scores in registers, at least K / BLOCK; 0 for none. counted: None, or the output that is 1 for a
-    row with a visible choice, else 0.
+    HELD: blocks of scores in registers, at least K / BLOCK; 0 for none. counted: None, or an output, 1 for a row that
+    sees a chosen token and 0 otherwise.
     """
     row = tl.program_id(0).to(tl.int64)
     query = find_query(rows, row, G, R)
     counts = True
-    # With R = 1 the queries are the rows of q: those of a padded chunk are not the tokens of its keys.
+    # With R = 1 row i of q has the query: in a padded chunk, indices of queries and of keys differ.
     q_row = row
     if R > 1:
-        # In a row without a choice everything is masked. Its gathers read its sequence's first token, or the batch's:
-        # an empty sequence has no tokens, and may begin at the end of the batch.
+        # In a row without a choice all tokens are masked. It gathers the first token of its sequence, or, if it has no
+        # query, of the batch, since an empty sequence may begin at the batch's end.
         counts = query.last >= 0
         begin = tl.where(query.token < 0, 0, query.begin)
         q_row = tl.maximum(query.token, 0)
@@ -147,14 +147,14 @@ def index_loss_kernel(
     head = tl.arange(0, BH)
     inside = head < H
     queries = q.pointer + q_row * q.stride_t
-    served = inside & (head < H // KEY_HEADS)
-    heads = (tl.trans(load_rows(queries, head, q.stride_h, served, D, BD)),)
+    uses_key_head = inside & (head < H // KEY_HEADS)
+    heads = (tl.trans(load_rows(queries, head, q.stride_h, uses_key_head, D, BD)),)
     for number in tl.static_range(1, KEY_HEADS):
-        served = inside & (head // (H // KEY_HEADS) == number)
-        heads += (tl.trans(load_rows(queries, head, q.stride_h, served, D, BD)),)
+        uses_key_head = inside & (head // (H // KEY_HEADS) == number)
+        heads += (tl.trans(load_rows(queries, head, q.stride_h, uses_key_head, D, BD)),)
     choice = Choice(query, heads, indices, scores, counts)
     if HELD > 0:
-        # Each column has a block of all slots. It is loaded here and first read after the loop.
+        # Column j has the slots of block j. They are loaded here and used after the loop.
         column = tl.arange(0, BH)
         bit = tl.where(column < HELD, 1 << (column & 31), 0)[None, :]
         slot = column[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -166,23 +166,23 @@ def index_loss_kernel(
             blocks += (tl.zeros([BLOCK, BH], tl.float32),)
         for start in range(0, K, BLOCK):
             attention = _attention(choice, k, bias, scale, start, K, D, BD, BLOCK, KEY_HEADS, PRECISION)
-            # Each block has its own registers; with shifts the loop would not be pipelined.
+            # Each block has its own registers; shifting blocks would keep the loop from being pipelined.
             updated = ()
             for j in tl.static_range(HELD):
                 updated += (tl.where(start == j * BLOCK, attention, blocks[j]),)
             blocks = updated
-        # Masks are applied here: the loop waits only for the keys.
+        # Masks are applied here, so that the loop waits only for the keys.
         seen = (chosen >= 0) & (chosen <= query.last) & counts
         has_choice = tl.max(seen.to(tl.int32)) > 0
-        # Triton puts what meets a product into the product's order: with these zeros all masks at once.
+        # Triton converts operands of a product's result to its layout: adding zeros converts all masks at once.
         bits = tl.sum(tl.where(seen, bit, 0), 1)[:, None] + (blocks[0] < float("-inf")).to(tl.int32)
         masked = ()
         for j in tl.static_range(HELD):
             masked += (tl.where((bits & (1 << j)) != 0, blocks[j], float("-inf")),)
-        most = masked[0]
+        maxima = masked[0]
         for j in tl.static_range(1, HELD):
-            most = tl.maximum(most, masked[j])
-        base = finite_or_zero(tl.max(most, 0))
+            maxima = tl.maximum(maxima, masked[j])
+        base = finite_or_zero(tl.max(maxima, 0))
         weights = (exp2(masked[0] - base[None, :]),)
         total = weights[0]
         for j in tl.static_range(1, HELD):
@@ -202,23 +202,23 @@ def index_loss_kernel(
             tl.store(difference + row * K + slot, p if WRITES_P else pi - p, mask=present)
         divergence = tl.sum(_divergence(p, pi, eps))
     else:
-        most = tl.full([BLOCK, BH], float("-inf"), tl.float32)
+        maxima = tl.full([BLOCK, BH], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK, BH], tl.float32)
-        index_most = tl.full([BLOCK], float("-inf"), tl.float32)
+        index_maxima = tl.full([BLOCK], float("-inf"), tl.float32)
         index_total = tl.zeros([BLOCK], tl.float32)
         seen = tl.zeros([BLOCK], tl.int32)
         for start in range(0, K, BLOCK):
             attention = _attention(choice, k, bias, scale, start, K, D, BD, BLOCK, KEY_HEADS, PRECISION)
             visible = _visible(choice, start, K, BLOCK)
             seen |= visible.to(tl.int32)
-            most, total = _add_exponentials(most, total, _masked(attention, visible))
+            maxima, total = _add_exponentials(maxima, total, _masked(attention, visible))
             index = _index_scores(choice, start, visible, K, BLOCK)
-            index_most, index_total = _add_exponentials(index_most, index_total, index)
+            index_maxima, index_total = _add_exponentials(index_maxima, index_total, index)
         has_choice = tl.max(seen, 0) > 0
-        logarithm = _logarithm(most, total)
+        logarithm = _logarithm(maxima, total)
         logarithm = tl.where(inside, logarithm, float("inf"))
         divergences = tl.zeros([BLOCK], tl.float32)
-        index_logarithm = _logarithm(index_most, index_total)
+        index_logarithm = _logarithm(index_maxima, index_total)
         for start in range(0, K, BLOCK):
             attention = _attention(choice, k, bias, scale, start, K, D, BD, BLOCK, KEY_HEADS, PRECISION)
             visible = _visible(choice, start, K, BLOCK)
@@ -235,14 +235,15 @@ def index_loss_kernel(
         tl.store(counted + row, has_choice.to(tl.float32))
 
 
-# Scores of one query, all heads', that its program has in registers: as many as fit into half a multiprocessor's.
-MOST_HELD = 16 * 2048
+# Scores of one query for all heads that fit into the registers of half a multiprocessor.
+MAX_HELD = 16 * 2048
 
 
 @configuration
 def loss_config(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: int, key_heads: int = 1) -> LaunchConfig:
-    """Return the configuration of `index_loss_kernel` for a head padded to `width` and padded `heads`. It is fixed
-    rather than tuned at run time.
+    """Return the configuration of `index_loss_kernel`; it is fixed rather than tuned at run time.
+
+    width: padded head size; heads: padded.
     """
     if INTERPRET:
         return LaunchConfig(4, 2, BLOCK=32, HELD=next_power_of_2(cdiv(top_k, 32)) if top_k <= 64 else 0)
@@ -255,19 +256,20 @@ def loss_config(dtype: torch.dtype, width: int, heads: int, top_k: int, arch: in
     if dtype.itemsize == 4 or width > 128:
         return LaunchConfig(4, 3, BLOCK=64 if dtype.itemsize == 2 else 32, HELD=0)
     num_scores = heads * next_power_of_2(max(top_k, 64))
-    if num_scores <= MOST_HELD // 4:
+    if num_scores <= MAX_HELD // 4:
         block = 128 if top_k > 64 else 64
         return LaunchConfig(4, 4, BLOCK=block, HELD=cdiv(top_k, block))
-    # One program fills a multiprocessor, or half of it, and needs its shared memory: these have 160 KB and more.
-    if num_scores > MOST_HELD or heads > 32 or arch not in (80, 90, 100, 103):
+    # A program fills a multiprocessor, or half of it, and needs its shared memory: 160 KB or more on these.
+    if num_scores > MAX_HELD or heads > 32 or arch not in (80, 90, 100, 103):
         return LaunchConfig(4, 5, BLOCK=64, HELD=0)
-    block = 128 if num_scores <= MOST_HELD // 2 else 256
+    block = 128 if num_scores <= MAX_HELD // 2 else 256
     return LaunchConfig(8, 5, BLOCK=block, HELD=cdiv(top_k, block))
 
 
 class Arguments(NamedTuple):
-    """The operator's arguments in the order of its schema. k: [T, D] or [T, Hkv, D]; rows: see choices.py; written:
-    NOTHING, DIFFERENCE or ATTENTION.
+    """The operator's arguments in the order of its schema.
+
+    k: [T, D] or [T, Hkv, D]; rows: see choices.py; written: NOTHING, DIFFERENCE or ATTENTION.
     """
 
     scores: Tensor
@@ -284,7 +286,7 @@ class Arguments(NamedTuple):
 
 
 def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (the rows' losses [G], which rows count [G] if tokens share choices, what is written, like `scores`)."""
+    """Return (losses of the rows [G], 1 for rows that count [G] if tokens share choices, the output `written`)."""
     a = unflatten_arguments(Arguments, arguments)
     loss, counted, difference = _fake(*arguments)
     G, H = a.rows.shape[1], a.q.shape[1]
@@ -303,7 +305,7 @@ def _forward(*arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(grad, *arguments) -> list[Tensor]:
-    """Overwrite the difference, the last argument."""
+    """Return the gradient of the scores, in the memory of the last argument, pi - p."""
     difference = arguments[-1]
     return [difference.mul_(grad[:, None])]
 
@@ -325,13 +327,13 @@ indexer_loss_jagged = Operator(
 
 
 def indexer_loss_operator(scores: Tensor, *arguments) -> tuple[Tensor, Tensor]:
-    """Call the operator without `written`; return the rows' losses, and which groups count."""
+    """Return (losses of the rows, 1 for groups that count). arguments: the operator's without `written`."""
     written = DIFFERENCE if torch.is_grad_enabled() and scores.requires_grad else NOTHING
     return indexer_loss_jagged(scores, *arguments, written)[:2]
 
 
 def chosen_attention(scores: Tensor, *arguments) -> Tensor:
-    """Return p [G, K], fp32; arguments: of `indexer_loss_operator`."""
+    """Return p [G, K], fp32. arguments: those of `indexer_loss_operator`."""
     return indexer_loss_jagged.forward(scores.detach().float(), *arguments, ATTENTION)[2]
 
 

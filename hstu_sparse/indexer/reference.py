@@ -4,9 +4,9 @@ Letters: T tokens of the batch, B sequences, n the longest of them, H heads, D q
 heads, E index head size, K chosen tokens per query (top_k), R tokens that share a choice (selection_group); in padded
 chunks C queries and S keys per sequence. Choices have G rows: T, or T // R + B if R > 1.
 
-The jagged functions work on all pairs of the padded sequences, [B, ..., n, n], so that each rule is one mask and
-training on a CPU needs no gather of keys; memory grows with n^2. Slots of a choice are those of `indices`; a slot
-without a token at or before the query is masked.
+The jagged functions compute all pairs of the padded sequences, [B, ..., n, n], so that each rule is one mask and
+training on a CPU gathers no keys; memory grows with n^2. Slots of a choice are those of `indices`; a slot is masked
+unless it has a token at or before the query.
 
 Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention).
 """
@@ -39,7 +39,7 @@ def lightning_indexer_reference(
     padding = _Padding(seq_offsets, selection_group)
     scores = _all_scores(iq, ik, w, padding, bias)
     indices = padding.unpad_choice(choose(scores.detach(), padding.choosable, top_k), -1)
-    return _at(scores, indices, padding), indices
+    return _scores_at(scores, indices, padding), indices
 
 
 def index_scores_reference(
@@ -59,7 +59,7 @@ def index_scores_reference(
         # No row has a query; the product keeps every input in the graph, so that its gradient is zeros and not None.
         return 0 * empty + iq.new_full(indices.shape, -torch.inf, dtype=working_dtype(iq.dtype))
     padding = _Padding(seq_offsets, selection_group)
-    return _at(_all_scores(iq, ik, w, padding, bias), indices, padding)
+    return _scores_at(_all_scores(iq, ik, w, padding, bias), indices, padding)
 
 
 def sparse_attention_reference(
@@ -83,12 +83,12 @@ def sparse_attention_reference(
     padding = _Padding(seq_offsets, selection_group)
     logits = _attention_logits(q, k, scale, padding, bias)  # [B, H, n, n]
     slots, visible = padding.slots(indices)
-    # How often each key was chosen. Masked slots are scattered into an extra column.
+    # The number of times that each key was chosen. Masked slots are scattered into an extra column.
     n = padding.longest
     times = logits.new_zeros(*slots.shape[:2], n + 1).scatter_add(
         2, slots.where(visible, n), logits.new_ones(slots.shape)
     )[:, None, :, :n]
-    if selection_group > 1:  # the group's choice for each of its tokens, and the group's tokens up to this one
+    if selection_group > 1:  # each token has its group's choice, and the group's tokens up to itself
         number = padding.step // selection_group
         times = times[:, :, number]
         times = times + ((number == number[:, None]) & (padding.step <= padding.step[:, None]))
@@ -110,7 +110,7 @@ def indexer_loss_reference(
     selection_group: int = 1,
     over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the scalar of `hstu_sparse.indexer_loss`; over_ranks: p of these heads -> p of all ranks' heads."""
+    """Return `hstu_sparse.indexer_loss`; over_ranks: a function that averages p over the ranks, or None."""
     if q.shape[0] == 0:
         return scores[:0].sum()
     padding = _Padding(seq_offsets, selection_group)
@@ -122,7 +122,7 @@ def indexer_loss_reference(
         p = padding.unpad_choice(masked_softmax(logits, visible[:, None]).mean(1), 0)
         p = p if over_ranks is None else over_ranks(p)
     if selection_group > 1:
-        # A group counts if its first token counts and it has a choice.
+        # A group counts if its first token is valid and it has a choice.
         counts = visible.any(-1)
         if valid is not None:
             counts = counts & padding.pad(valid)[:, ::selection_group]
@@ -150,9 +150,9 @@ def padded_indexer_loss_reference(
 
 
 def choose(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
-    """Return the top_k greatest visible scores [..., n] of each row, ties to the smaller index: [..., top_k] int32.
+    """Return the indices [..., top_k] int32 of the top_k greatest visible scores [..., n] of each row.
 
-    They ascend, and are padded with -1.
+    Ties go to the smaller index. Indices ascend, and are padded with -1.
     """
     n = scores.shape[-1]
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -168,7 +168,7 @@ def choose(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
 
 
 def masked_softmax(x: Tensor, visible: Tensor) -> Tensor:
-    """Compute the softmax over the visible entries of the last dimension, 0 elsewhere; zeros in a row without any."""
+    """Compute the softmax over the visible entries of the last dimension; 0 for other entries."""
     some = visible.any(-1, keepdim=True)
     x = x.masked_fill(~visible, 0).masked_fill(~visible & some, -torch.inf)
     return x.softmax(-1).masked_fill(~visible, 0)
@@ -197,9 +197,9 @@ def index_divergence(scores: Tensor, p: Tensor, visible: Tensor, eps: float) -> 
 
 
 class _Padding:
-    """Jagged sequences side by side, padded to the longest. Causality hides the padding behind a sequence.
+    """Convert jagged tensors to padded ones and back. The causal mask hides the padding after a sequence.
 
-    The queries that choose are every `group`-th token, m of them in a padded sequence.
+    Every `group`-th token chooses: m tokens of a padded sequence.
     """
 
     def __init__(self, seq_offsets: Tensor, group: int = 1):
@@ -209,9 +209,8 @@ class _Padding:
         self.rows = inside.flatten().nonzero()[:, 0]
         self.step = torch.arange(self.longest, device=seq_offsets.device)
         self.first = self.step[::group]
-        self.last = self.first - int(
-            group > 1
-        )  # the last token that a choice may hold: the query, or the one before it
+        # The last token that may be chosen: the query itself, or with groups the token before it.
+        self.last = self.first - int(group > 1)
         self.choosable = self.step <= self.last[:, None]  # [m, n]
         if group > 1:
             sequence = torch.arange(self.index.shape[0], device=seq_offsets.device)
@@ -247,7 +246,7 @@ class _Padding:
 
 
 def _bias(bias: RelativeBias, padding: _Padding, stride: int) -> Tensor | float:
-    """Return b(t, s) of pairs of every `stride`-th query: [B, n / stride, n], or what broadcasts to it."""
+    """Return b(t, s) of all pairs of every `stride`-th query: [B, n / stride, n], or a tensor that broadcasts to it."""
     query_times = key_times = None
     if bias.time is not None:
         query_times, key_times = (
@@ -267,7 +266,7 @@ def _all_scores(iq: Tensor, ik: Tensor, w: Tensor, padding: _Padding, bias: Rela
     return scores + _bias(bias, padding, padding.group)
 
 
-def _at(scores: Tensor, indices: Tensor, padding: _Padding) -> Tensor:
+def _scores_at(scores: Tensor, indices: Tensor, padding: _Padding) -> Tensor:
     """Return scores [B, m, n] at indices [G, K], -inf where these are masked."""
     slots, visible = padding.slots(indices)
     return padding.unpad_choice(scores.gather(2, slots).masked_fill(~visible, -torch.inf), -torch.inf)

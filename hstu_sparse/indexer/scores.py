@@ -3,8 +3,8 @@
 Letters: T tokens of the batch, J index heads, E index head size, K chosen tokens per row, G rows of a choice and R
 tokens that share one (see choices.py).
 
-The index heads of a query are the rows of the tensor cores' tile, padded to 16. The gradients of keys and tables are
-sums by atomic additions.
+The index heads of a query, padded to 16, are the rows of a tile. The gradients of keys and tables are summed by atomic
+additions.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ def index_scores_fwd_kernel(
     J: tl.constexpr, E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of one row's chosen tokens, -inf where masked: in a row without a query everything is."""
+    """Compute the scores of one row's chosen tokens, -inf where masked: everywhere in a row without a query."""
     query = find_query(rows, tl.program_id(0).to(tl.int64), G, R)
     queries, weights = load_query(index, tl.maximum(query.token, 0), J, E, BJ, BE)
     for start in range(0, K, BLOCK):
@@ -66,7 +66,7 @@ def index_scores_bwd_kernel(
     J: tl.constexpr, E: tl.constexpr, OUT_E: tl.constexpr, BJ: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
     R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute diq and dw of one row's query, and its share of the gradients of keys and tables."""
+    """Compute diq and dw of one row's query, and add to the gradients of keys and tables."""
     query = find_query(rows, tl.program_id(0).to(tl.int64), G, R)
     if query.token < 0:
         return

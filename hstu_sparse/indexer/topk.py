@@ -1,20 +1,23 @@
-"""Choose the top-k of each query's scores, exactly and stably, without a [T, N] tensor of scores.
+"""Choose the top_k scores of each query, exactly and stably, without a [T, N] tensor of scores.
 
 Letters: T tokens of the batch, B sequences, J index heads, E index head size, K chosen tokens per query (top_k), R
 tokens that share a choice (selection_group): every R-th token of a sequence is a query. With R = 1 a query may choose
 itself, otherwise only earlier tokens.
 
-There are five kernels. `rows` numbers the queries. `sample` scores some of the keys for each tile of queries;
-`threshold` selects, from a query's sample, a score that a few more than K of all its keys reach. `collect` scores all
-keys and writes those that reach the threshold to the query's row of candidates, ordered by s; `finish` selects the K
-greatest of that row. If the sample was misleading, so that a row has fewer than K candidates or more than its
-capacity, `refill` scores the query's keys again, prunes the row whenever it is full, and needs no threshold: the result
-is exact for any sample, only slower.
+There are six kernels:
+- `rows` numbers the queries.
+- `sample` scores some of the keys for each tile of queries.
+- `threshold` selects, from a query's sample, a score that a few more than K of all its keys reach.
+- `collect` scores all keys and writes those that reach the threshold to the query's row of candidates, ordered by s.
+- `refill` runs if the sample was misleading: if a row has fewer than K candidates or more than its capacity. It scores
+  the query's keys again and prunes the row whenever it is full, without a threshold. So the result is exact for any
+  sample, only slower.
+- `finish` selects the K greatest candidates of a row.
 
-Sampled keys are one of each stretch of equal length, at a pseudorandom place in it, so that no period of the data, like
-actions between items, is hidden from them. If a query sees no more tokens than the capacity of a row, all are
-candidates. Tokens equal to the threshold that come after the first K candidates cannot be chosen, and are left out, so
-that a row suffices even if all keys have the same score.
+The sample has one key, at a pseudorandom position, of each of equally long parts of the sequence, so that periodic
+data, such as alternating items and actions, do not bias it. If a query sees no more tokens than the capacity of a row,
+all are candidates. Tokens whose score equals the threshold cannot be chosen after the first K candidates, and are
+dropped, so that a row suffices even if all keys have the same score.
 """
 
 from typing import NamedTuple
@@ -30,7 +33,7 @@ from hstu_sparse.tiles.rows import COMPILED, load_rows, locate
 
 
 class Heads(NamedTuple):
-    """Constants: index heads, their size in memory and in tiles, tokens that share a choice."""
+    """The constants of a kernel: index heads, their size in memory and in tiles, tokens that share a choice."""
 
     J: int
     E: int
@@ -45,8 +48,8 @@ class Tile(NamedTuple):
 
     begin     the sequence's first token
     t         [ROWS] positions of the queries
-    inside    [ROWS] which of them exist
-    last      [ROWS] the last position that each may choose
+    inside    [ROWS] the mask of those that exist
+    last      [ROWS] the last position that each query may choose
     """
 
     begin: tl.tensor
@@ -74,15 +77,15 @@ def lightning_indexer_rows_kernel(offsets, tokens, begins, targets, B, ROWS: tl.
 
 
 @triton.jit
-def _weighed(query, weight, keys, heads: tl.constexpr):
-    """Compute one head's part of a tile of scores. x + |x| = 2 ReLU(x), exactly, at twice the rate of a maximum."""
+def _weighted_relu(query, weight, keys, heads: tl.constexpr):
+    """Compute one head's part of a tile of scores; x + |x| = 2 ReLU(x) exactly, and is twice as fast as a maximum."""
     dots = tl.dot(query, keys, input_precision=heads.PRECISION)
     return (dots + tl.abs(dots)) * weight[:, None]
 
 
 @triton.jit
 def _load_head(index, tile, head, heads: tl.constexpr):
-    """Load (queries [ROWS, BE], half the weights, fp32 [ROWS]) of a head: see `_weighed`."""
+    """Load (queries [ROWS, BE], half the weights, fp32 [ROWS]) of a head: see `_weighted_relu`."""
     rows, iq, w = tile.begin + tile.t, index.iq, index.w
     query = load_rows(iq.pointer + head * iq.stride_h, rows, iq.stride_t, tile.inside, heads.E, heads.BE)
     weight = tl.load(w.pointer + head * w.stride_h + rows * w.stride_t, mask=tile.inside, other=0.0)
@@ -100,11 +103,11 @@ def _load_heads(index, tile, heads: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def _split_bias(bias, distance, seen, query_times, key_times, ASM: tl.constexpr):
-    """Return the biases of `table_bias`, bit by bit, of a tile of pairs; with ASM arbitrary where not `seen`.
+    """Return the same bits as `table_bias` for a tile of pairs; with ASM, arbitrary biases where not `seen`.
 
-    query_times, key_times: the times of queries and keys, each as (high, low), see `load_split_times`. With ASM, for
-    which the tables are fp32, look-ups stay in the tile's layout: ordinary loads of a tile of scores go through shared
-    memory twice, addresses in one direction and values in the other.
+    query_times, key_times: the times of queries and keys, each as (high, low), see `load_split_times`. With ASM, which
+    needs fp32 tables, look-ups stay in the tile's layout; ordinary loads would move addresses and values through shared
+    memory.
     """
     added = tl.zeros_like(distance.to(tl.float32))
     if bias.position is not None:
@@ -129,12 +132,12 @@ def _scores(loaded, index, tile, s, key_inside, seen, bias, heads: tl.constexpr)
     """Compute I(t, s) of a tile [ROWS, BLOCK]. loaded: the first heads, see `_load_heads`."""
     key_token = tile.begin + s
     keys = tl.trans(load_rows(index.ik.pointer, key_token, index.ik.stride_t, key_inside, heads.E, heads.BE))
-    scores = _weighed(loaded[0][0], loaded[0][1], keys, heads)
+    scores = _weighted_relu(loaded[0][0], loaded[0][1], keys, heads)
     for head in tl.static_range(1, len(loaded)):
-        scores += _weighed(loaded[head][0], loaded[head][1], keys, heads)
+        scores += _weighted_relu(loaded[head][0], loaded[head][1], keys, heads)
     for head in range(len(loaded), heads.J):
         query, weight = _load_head(index, tile, head, heads)
-        scores += _weighed(query, weight, keys, heads)
+        scores += _weighted_relu(query, weight, keys, heads)
     if (bias.position is not None) or (bias.time is not None):
         query_times = 0.0, 0.0
         key_times = 0.0, 0.0
@@ -149,8 +152,8 @@ def _scores(loaded, index, tile, s, key_inside, seen, bias, heads: tl.constexpr)
 
 
 @triton.jit
-def _sampled(i, stride, length):
-    """Return the i-th sampled key: one of the i-th `stride` keys."""
+def _sample_key(i, stride, length):
+    """Return the i-th sampled key: one of the keys i * stride .. (i + 1) * stride - 1."""
     mixed = (i.to(tl.uint32) + 1) * 2654435761
     mixed = (mixed ^ (mixed >> 15)) * 2246822519
     mixed = mixed ^ (mixed >> 13)
@@ -170,7 +173,7 @@ def lightning_indexer_sample_kernel(
     if (number * ROWS * heads.R >= length) | (end <= capacity):
         return
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    # With few keys, a quarter of them is enough.
+    # For few keys, a sample of a quarter suffices.
     stride = tl.maximum((end + SAMPLE - 1) // SAMPLE, 4)
     sampled_keys = tl.cdiv(tl.cdiv(end, stride), BLOCK) * BLOCK
     loaded = _load_heads(index, tile, heads, HEADS)
@@ -179,30 +182,30 @@ def lightning_indexer_sample_kernel(
         tl.store(sampled + row[:, None] * SAMPLE + i[None, :], tl.full([ROWS, BLOCK], float("-inf"), tl.float32))
     for start in range(0, sampled_keys, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        s = _sampled(i, stride, end)
+        s = _sample_key(i, stride, end)
         seen = (s[None, :] <= tile.last[:, None]) & tile.inside[:, None]
         scores = _scores(loaded, index, tile, s, s < end, seen, bias, heads)
         tl.store(sampled + row[:, None] * SAMPLE + i[None, :], tl.where(seen, scores, float("-inf")))
 
 
 @triton.jit
-def _ordered(x):
-    """Return int32 in the order of the fp32 numbers x; 0 and -0 are equal."""
+def _to_ordered_int(x):
+    """Return int32 keys with the order of the fp32 numbers x; 0 and -0 have one key."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _unordered(bits):
-    """Invert `_ordered`."""
+def _from_ordered_int(bits):
+    """Invert `_to_ordered_int`."""
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _cut(keys, low, high, count, least, most):
-    """Find the greatest number that at least `least` keys reach, by trisection; stop once at most `most` reach it.
+def _find_cut(keys, low, high, count, least, most):
+    """Find the greatest number that at least `least` keys reach, by trisection; stop when at most `most` reach it.
 
-    low, high: bounds of the keys; count: how many reach `low`; the result is meaningful if that is at least `least`.
+    low, high: bounds of the keys; count: the number of keys that reach `low`, at least `least` for a meaningful result.
     There must be fewer than 2^16 keys.
     """
     while (low < high) & (count > most):
@@ -211,7 +214,7 @@ def _cut(keys, low, high, count, least, most):
         step = (width + 2) // 3
         first = low + step.to(tl.int32, bitcast=True)
         second = first + tl.minimum(step, width - step).to(tl.int32, bitcast=True)
-        # Both counts in one sum, since the synchronisation of threads takes most of the time.
+        # One sum has both counts, since synchronising threads takes most of the time.
         counts = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
         reach_first, reach_second = counts & 0xFFFF, counts >> 16
         if reach_second >= least:
@@ -230,7 +233,7 @@ def _cut(keys, low, high, count, least, most):
 def lightning_indexer_threshold_kernel(
     sampled, begins, tokens, thresholds, capacity, K, SAMPLE: tl.constexpr, R: tl.constexpr
 ):
-    """Compute for one query a score that very likely K to `capacity` of its keys reach; -inf if all fit anyway."""
+    """Compute a score that very likely K to `capacity` of a query's keys reach; -inf if all keys fit."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     if token < 0:
@@ -241,35 +244,35 @@ def lightning_indexer_threshold_kernel(
         scores = tl.load(sampled + row * SAMPLE + tl.arange(0, SAMPLE))
         visible = scores > float("-inf")
         size = tl.sum(visible.to(tl.int32), 0)
-        # The expected number of the K greatest in the sample, and a margin of several standard deviations.
+        # The expected number of the K greatest keys in the sample, plus several standard deviations.
         expected = K * (size.to(tl.float32) / seen)
         rank = (expected + 5.0 * tl.sqrt(expected) + 3.0).to(tl.int32)
         if rank < size:
-            keys = _ordered(scores)
+            keys = _to_ordered_int(scores)
             low = tl.min(tl.where(visible, keys, 0x7FFFFFFF), 0)
             keys = tl.where(visible, keys, -0x7FFFFFFF)
-            threshold = _unordered(_cut(keys, low, tl.max(keys, 0), size, rank, rank + rank // 32))
+            threshold = _from_ordered_int(_find_cut(keys, low, tl.max(keys, 0), size, rank, rank + rank // 32))
     tl.store(thresholds + row, threshold)
 
 
 @triton.jit
-def _reaches(scores, bar):
-    """Return 1.0 where scores >= bar and 0.0 elsewhere, also for NaN."""
+def _reach(scores, bound):
+    """Return 1.0 where scores >= bound and 0.0 elsewhere, also for NaN."""
     if COMPILED:
         return tl.inline_asm_elementwise(
-            "set.ge.f32.f32 $0, $1, $2;", constraints="=f,f,f", args=[scores, bar], dtype=tl.float32, is_pure=True,
+            "set.ge.f32.f32 $0, $1, $2;", constraints="=f,f,f", args=[scores, bound], dtype=tl.float32, is_pure=True,
             pack=1,
         )  # fmt: skip
     else:
-        return (scores >= bar).to(tl.float32)
+        return (scores >= bound).to(tl.float32)
 
 
-class Room(NamedTuple):
-    """A tile's rows of candidates.
+class CandidateRows(NamedTuple):
+    """The rows of candidates of a tile.
 
-    buffer            where the first one begins
-    threshold, above  [ROWS] the score that candidates reach, and the next greater number
-    limit             [ROWS] the number of candidates from which a row accepts no more
+    buffer            pointer to the first row
+    threshold, above  [ROWS] the least score of candidates, and the next greater number
+    limit             [ROWS] a row with more candidates accepts no further ones
     """
 
     buffer: tl.tensor
@@ -280,37 +283,37 @@ class Room(NamedTuple):
 
 @triton.jit
 def _collect(
-    start, count, loaded, room, triangle, index, tile, length, bias, K,
+    start, count, loaded, rows, triangle, index, tile, length, bias, K,
     heads: tl.constexpr, CAPACITY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Write the candidates of a block of keys to `room`; return the updated number of candidates in each row."""
+    """Write the candidates of a block of keys to their rows; return the updated number of candidates of each row."""
     s = start + tl.arange(0, BLOCK)
     seen = tile.inside[:, None] & (s[None, :] <= tile.last[:, None])
     scores = _scores(loaded, index, tile, s, s < length, seen, bias, heads)
-    # Keys that equal the threshold and come after the first K candidates are dropped. Past its limit a row accepts
-    # nothing, not even an infinite score.
-    bar = tl.where(count > room.limit, float("nan"), tl.where(count >= K, room.above, room.threshold))
+    # After K candidates, keys that equal the threshold are dropped. Past its limit a row accepts nothing, not even an
+    # infinite score.
+    bound = tl.where(count > rows.limit, float("nan"), tl.where(count >= K, rows.above, rows.threshold))
     if MASKED:
         scores = tl.where(seen, scores, float("nan"))
-    # Prefix sums along the rows are products of small numbers, exact in fp16: a scan would move the tile between
-    # threads.
-    # Half of one on the triangle's diagonal records whether an entry itself is selected. With 2^22 added, the bits of a
-    # sum are twice the index after the entry in `buffer` and that half: a conversion would take longer.
-    selected = _reaches(scores, bar[:, None]).to(tl.float16)
+    # Prefix sums along the rows are computed by a product with a triangle of ones, exactly in fp16; a scan would move
+    # the tile between threads. The triangle's diagonal has an additional 1/2, which records whether an entry is
+    # selected. With 2^22 added, the low bits of a sum are twice the index after the entry in `buffer`, plus 1 if the
+    # entry is selected: a conversion to integers would take longer.
+    selected = _reach(scores, bound[:, None]).to(tl.float16)
     row = tl.arange(0, ROWS) * CAPACITY
     first = (row + count).to(tl.float32) + 4194304.0
     place = (tl.dot(selected, triangle) + first[:, None]).to(tl.uint32, bitcast=True)
-    # The column is in one word with the place, and the score in the next, so that the tile may be stored in any order.
-    # In the store's own order it would go through shared memory, in many steps.
+    # One word has the column and the place, the next the score, so that the tile may be stored in any order. A store in
+    # order would go through shared memory, in many steps.
     word = (place << 9) | tl.arange(0, BLOCK)[None, :].to(tl.uint32)
     pair = (scores.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | word.to(tl.uint64)
     pair = tl.reshape(pair, [ROWS * BLOCK], can_reorder=True)
     word = pair.to(tl.uint32)
     s = (word & 511).to(tl.int32) | start
     packed = (pair >> 32 << 32) | s.to(tl.uint32).to(tl.uint64)
-    # In halves of an entry, less an entry and a half, since the index is one past the entry and the selected bit is
-    # set.
-    halves = room.buffer.to(tl.pointer_type(tl.int32), bitcast=True) - 3 + (word >> 9).to(tl.uint64)
+    # Pointers count halves of an entry. Three halves are subtracted, since the index is one past the entry and the
+    # selected bit is set.
+    halves = rows.buffer.to(tl.pointer_type(tl.int32), bitcast=True) - 3 + (word >> 9).to(tl.uint64)
     tl.store(halves.to(tl.pointer_type(tl.int64), bitcast=True), packed.to(tl.int64), mask=(word & 512) != 0)
     behind = tl.sum(tl.where((tl.arange(0, BLOCK) == BLOCK - 1)[None, :], place, 0), 1)
     return ((behind & 0x7FFFFF) >> 1).to(tl.int32) - row
@@ -321,8 +324,8 @@ def lightning_indexer_collect_kernel(
     index, offsets, thresholds, candidates, counts, bias, B, first_slot, slots, K,
     heads: tl.constexpr, HEADS: tl.constexpr, CAPACITY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the candidates of a tile of queries, ordered by s, and their number; CAPACITY + 1 if there may be more."""
-    # The tiles late in a sequence take longest, so they come first.
+    """Write each query's candidates, ordered by s, and their number: CAPACITY + 1 if some may be missing."""
+    # Tiles at a sequence's end take longest, so they start first.
     slot = slots - 1 - tl.program_id(0)
     _, begin, length, number = locate(offsets, first_slot + slot, B, ROWS * heads.R)
     if number * ROWS * heads.R >= length:
@@ -330,10 +333,10 @@ def lightning_indexer_collect_kernel(
     tile = _find_tile(begin, number, length, ROWS, heads.R)
     row = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     threshold = tl.load(thresholds + row, mask=tile.inside, other=float("inf"))
-    above = tl.where(threshold == float("-inf"), threshold, _unordered(_ordered(threshold) + 1))
-    # The limit at which a whole block might no longer fit. CAPACITY tokens always fit.
+    above = tl.where(threshold == float("-inf"), threshold, _from_ordered_int(_to_ordered_int(threshold) + 1))
+    # Past the limit another block might not fit. CAPACITY tokens always fit.
     limit = tl.where(tile.last >= CAPACITY, CAPACITY - BLOCK, CAPACITY)
-    room = Room(candidates + slot.to(tl.int64) * (ROWS * CAPACITY), threshold, above, limit)
+    rows = CandidateRows(candidates + slot.to(tl.int64) * (ROWS * CAPACITY), threshold, above, limit)
     loaded = _load_heads(index, tile, heads, HEADS)
     step = tl.arange(0, BLOCK)
     triangle = (step[:, None] <= step[None, :]).to(tl.float16) + 0.5 * (step[:, None] == step[None, :]).to(tl.float16)
@@ -341,25 +344,25 @@ def lightning_indexer_collect_kernel(
     unmasked_end = (number * ROWS * heads.R) // BLOCK * BLOCK
     for start in range(0, unmasked_end, BLOCK):
         count = _collect(
-            start, count, loaded, room, triangle, index, tile, length, bias, K, heads, CAPACITY, ROWS, BLOCK, False
+            start, count, loaded, rows, triangle, index, tile, length, bias, K, heads, CAPACITY, ROWS, BLOCK, False
         )
     for start in range(unmasked_end, tl.minimum(tl.max(tile.last, 0) + 1, length), BLOCK):
         count = _collect(
-            start, count, loaded, room, triangle, index, tile, length, bias, K, heads, CAPACITY, ROWS, BLOCK, True
+            start, count, loaded, rows, triangle, index, tile, length, bias, K, heads, CAPACITY, ROWS, BLOCK, True
         )
     tl.store(counts + row, tl.where(count > limit, CAPACITY + 1, count), mask=tile.inside)
 
 
 @triton.jit
-def _keep(packed, inside, count, K):
-    """Return (which of `count` candidates are the first K by score, then by s; their places; the cut)."""
-    keys = _ordered((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+def _select_first(packed, inside, count, K):
+    """Return (mask of the first K of `count` candidates by score, then by s; their places; the K-th greatest key)."""
+    keys = _to_ordered_int((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     low = tl.min(tl.where(inside, keys, 0x7FFFFFFF), 0)
     keys = tl.where(inside, keys, -0x7FFFFFFF)
-    cut = _cut(keys, low, tl.max(keys, 0), count, K, K)
+    cut = _find_cut(keys, low, tl.max(keys, 0), count, K, K)
     above = inside & (keys > cut)
     equal = inside & (keys == cut)
-    # Both ranks in one scan: each is less than 2^16.
+    # One scan has both ranks, which are below 2^16.
     ranks = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
     num_ties = K - tl.sum(above.to(tl.int32), 0)
     place = (ranks & 0xFFFF) + tl.minimum(ranks >> 16, num_ties) - 1
@@ -376,7 +379,7 @@ def _refill(
     end = t + 1 if heads.R == 1 else t
     query, weight = load_query(index, token, heads.J, heads.E, BJ, heads.BE)
     place = tl.arange(0, SIZE)
-    bar = float("-inf")
+    bound = float("-inf")
     num_kept = 0
     for start in range(0, end, BLOCK):
         s = start + tl.arange(0, BLOCK)
@@ -388,19 +391,19 @@ def _refill(
             query_time = load_times(bias.query_times, token, token >= 0)
             key_times = load_times(bias.key_times, begin + s, seen)
             scores += table_bias(bias, t - s, seen, query_time, key_times)[0]
-        take = seen & (scores > bar)
+        take = seen & (scores > bound)
         packed = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | s.to(tl.int64)
         tl.store(buffer + num_kept + tl.cumsum(take.to(tl.int32), 0) - 1, packed, mask=take)
         num_kept += tl.sum(take.to(tl.int32), 0)
         if num_kept > capacity - BLOCK:
-            # Threads read here what others wrote. A later score has to be greater than the last one selected.
+            # Threads read entries that others wrote. A later score must exceed the least one selected.
             tl.debug_barrier()
             candidates = tl.load(buffer + place, mask=place < num_kept, other=0)
-            selected, target, cut = _keep(candidates, place < num_kept, num_kept, K)
+            selected, target, cut = _select_first(candidates, place < num_kept, num_kept, K)
             tl.debug_barrier()
             tl.store(buffer + target, candidates, mask=selected)
             tl.debug_barrier()
-            bar = _unordered(cut)
+            bound = _from_ordered_int(cut)
             num_kept = tl.minimum(num_kept, K)
     return num_kept
 
@@ -410,7 +413,7 @@ def lightning_indexer_refill_kernel(
     index, begins, tokens, candidates, counts, bias, capacity, K,
     heads: tl.constexpr, BJ: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the candidates again for the few queries of a tile whose candidates do not suffice."""
+    """Write the candidates again for those queries of a tile that have too few or too many, which are rare."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     each = tl.arange(0, ROWS)
     token = tl.load(tokens + first + each)
@@ -421,7 +424,6 @@ def lightning_indexer_refill_kernel(
     wrong = (inside & ((count < num_needed) | (count > capacity))).to(tl.int32)
     remaining = tl.sum(wrong, 0)
     while remaining > 0:
-        # Process the first such row, and then the next.
         row_in_tile = tl.min(tl.where(wrong > 0, each, ROWS), 0)
         wrong = tl.where(each == row_in_tile, 0, wrong)
         remaining -= 1
@@ -438,7 +440,7 @@ def lightning_indexer_finish_kernel(
     tokens, targets, candidates, counts, scores, indices, capacity, K, LEAST: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the K greatest of one query's candidates, padded with -1, if their number is LEAST to SIZE."""
+    """Write the K greatest of one query's candidates, padded with -1, if it has LEAST to SIZE candidates."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(tokens + row) < 0:
         return
@@ -450,7 +452,7 @@ def lightning_indexer_finish_kernel(
     place = tl.arange(0, SIZE)
     inside = place < count
     packed = tl.load(buffer + place, mask=inside, other=0)
-    selected, rank, _ = _keep(packed, inside, count, K)
+    selected, rank, _ = _select_first(packed, inside, count, K)
     tl.store(scores + rank, (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=selected)
     tl.store(indices + rank, packed.to(tl.int32), mask=selected)
     for start in range(count, K, BLOCK):

@@ -16,7 +16,7 @@ from data.options import chosen
 from hstu_sparse.bias.relative import RelativeBias
 from hstu_sparse.core.jagged import sequence_ids
 from hstu_sparse.core.launch import next_power_of_2
-from hstu_sparse.indexer.api import MOST_CHOSEN, MOST_KEY_CHANNELS, MOST_SHARING
+from hstu_sparse.indexer.api import MAX_GROUP, MAX_KEY_CHANNELS, MAX_TOP_K
 from models.attention.contract import AuxLoss, AuxLosses, LayerSizes
 from models.attention.shared import (
     AutoCount,
@@ -98,18 +98,18 @@ class IndexerAttention(FewKeys, BiasedAttention):
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
             top_k, group = chosen(self.top_k), chosen(self.selection_group)
-            if group > MOST_SHARING and self.backend != "reference":
-                raise ValueError(f"selection_group={group}: the kernels take up to {MOST_SHARING} tokens in a group")
+            if group > MAX_GROUP and self.backend != "reference":
+                raise ValueError(f"selection_group={group}: the kernels take up to {MAX_GROUP} tokens in a group")
             key_heads = IndexerAttention.kv_heads(self, sizes.num_heads)
             channels = key_heads * padded_channels(sizes)
-            if key_heads > 1 and channels > MOST_KEY_CHANNELS and self.backend != "reference":
+            if key_heads > 1 and channels > MAX_KEY_CHANNELS and self.backend != "reference":
                 raise ValueError(
-                    f"num_kv_heads={self.num_kv_heads}: the kernels take up to {MOST_KEY_CHANNELS} channels in all key "
+                    f"num_kv_heads={self.num_kv_heads}: the kernels take up to {MAX_KEY_CHANNELS} channels in all key "
                     f"heads, padded to powers of two, got {channels}"
                 )
-            if MOST_CHOSEN < top_k < sizes.max_seq_len and self.backend != "reference":
+            if MAX_TOP_K < top_k < sizes.max_seq_len and self.backend != "reference":
                 raise ValueError(
-                    f"top_k={top_k}: the kernels choose up to {MOST_CHOSEN:,} of "
+                    f"top_k={top_k}: the kernels choose up to {MAX_TOP_K:,} of "
                     f"model.max_seq_len={sizes.max_seq_len} tokens, or all"
                 )
 
