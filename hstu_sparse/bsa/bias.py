@@ -267,22 +267,22 @@ def add_gathered(tables, ds, bias, entry, queries, keys, ASM: tl.constexpr):
 
 
 def table_sums(bias: RelativeBias, do, v, gates, terms: int, deterministic: bool) -> TableSums:
-    """Allocate the tables' gradients; terms: the greatest number of terms in one table's gradient."""
+    """Allocate the tables' gradients; terms: a bound of the number of terms in a table's gradient."""
 
     def bound() -> torch.Tensor:
         # SiLU's slope is at most 1.1.
         greatest = [x.abs().amax().double() for x in (do, v)]
-        return 1.1 * v.shape[2] * terms * greatest[0] * greatest[1] * _greatest_gate(gates).double()
+        return 1.1 * v.shape[2] * terms * greatest[0] * greatest[1] * _max_gate_sum(gates).double()
 
     copies = POSITION_COPIES.value, TIME_COPIES.value
-    behind = MAX_EDGES.value + 1
+    padding = MAX_EDGES.value + 1
     positions = 0 if bias.position is None else bias.position.shape[0]
-    behind += -(positions + behind + 1) % POSITION_COPIES.value  # see POSITION_COPIES
-    return TableSums(bias[:2], copies, deterministic, bound, behind)
+    padding += -(positions + padding + 1) % POSITION_COPIES.value  # see POSITION_COPIES
+    return TableSums(bias[:2], copies, deterministic, bound, padding)
 
 
-def _greatest_gate(gates) -> torch.Tensor:
-    """Return a bound of the summed gates of a pair: a key may be both in the query's block and in the window."""
+def _max_gate_sum(gates) -> torch.Tensor:
+    """Return a bound of the sum of a pair's gates: a key may be both in the query's block and in the window."""
     return sum(torch.linalg.vector_norm(g, float("inf"), dtype=torch.float32) for g in gates)
 
 
@@ -294,5 +294,5 @@ def pair_norms(do: torch.Tensor, v: torch.Tensor, gates) -> torch.Tensor:
         max_norms_kernel, (cdiv(T * H, 128),), Rows.of(v), Rows.of(do), norms, T,
         H=H, V=V, PAD_V=padded_head(V), BLOCK=128, num_warps=8,
     )  # fmt: skip
-    norms[1] *= _greatest_gate(gates)
+    norms[1] *= _max_gate_sum(gates)
     return norms

@@ -73,7 +73,7 @@ def find_listed_block(
 def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """Return BM queries from row `row` of a list on: (the side of a tile, the mask of valid ones, their entries).
 
-    Consecutive queries have one entry for all, others [BM]. Rows past the list's end get indices behind the block.
+    Consecutive queries have one entry for all, others [BM]. Rows past the list's end get indices after the block.
     """
     entries = 0
     if R >= BM:
@@ -394,7 +394,7 @@ def bsa_compress_bwd_dkv_kernel(
     if not TMA:
         q += h * strides.q_h
         do += h * strides.do_h
-    # The first block of the tile is complete for its own last token.
+    # The last token of the tile's first block is the first query that sees this block.
     begin = (i * BN * BS + BS - 1) // BM * BM + tl.program_id(2) * BM
     step = BM * tl.num_programs(2)
     if begin < length:

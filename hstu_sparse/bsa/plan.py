@@ -90,7 +90,7 @@ def bsa_entries_kernel(
     offsets, timestamps, query_timestamps, cells, entries, B, blocks, BS: tl.constexpr, TILE: tl.constexpr,
     CHUNK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Compute, in one program, the entries of a tile of queries with all blocks up to its own."""
+    """Compute, in one program, the entries of a tile of queries and all blocks up to the tile's end."""
     slot = tl.program_id(0)
     _b, start, length, i = locate(offsets, slot, B, TILE)
     if i * TILE < length:

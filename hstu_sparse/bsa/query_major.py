@@ -9,7 +9,7 @@ size, S blocks chosen per group, R tokens per group, BM queries and BN keys of a
 cmp, slc and swa are the branches' names in the paper (arXiv 2502.11089): compression, selection, sliding window.
 
 SiLU has no normaliser, so a branch is its gate times a plain sum, and the branches add up in one accumulator. Scores
-are computed halved, from halved tables: SiLU(2x) = x tanh(x) + x. docs/bsa_kernel.md goes through the forward kernel.
+are computed halved, from halved tables: SiLU(2x) = x tanh(x) + x. docs/bsa_kernel.md explains the forward kernel.
 
 Two forms are for the compiler (Triton 3.6, ptxas 12.8). Each loop that adds to an accumulator is inside an `if`, and no
 `if` is around the accumulation itself: if ptxas sees a path on which other instructions may have set the accumulator,
@@ -116,7 +116,7 @@ def chosen_block(chosen, place, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.c
 
 @triton.jit
 def band_weight(slc, swa, t, s, window, BS: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the [BM, BN] weight of key s for query t: the gate of the own block plus the window's, where s <= t."""
+    """Return the gates [BM, BN] of keys s <= t: selection's in the query's block, plus the window's in the window."""
     seen = s[None, :] <= t[:, None]
     weight = tl.where(seen & (s[None, :] // BS == t[:, None] // BS), slc[:, None], 0.0)
     if WINDOW:
@@ -126,7 +126,7 @@ def band_weight(slc, swa, t, s, window, BS: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def band_begin(tile, window, BN: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the start of the first query's own block or window, the earlier one, a multiple of BN or BS."""
+    """Return the begin of the first query's block or window, whichever is earlier; a multiple of BN or BS."""
     first = tile.begin // BS * BS
     if WINDOW:
         first = tl.minimum(first, tl.maximum(tile.begin - window + 1, 0)) // BN * BN

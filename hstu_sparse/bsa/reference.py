@@ -63,7 +63,7 @@ def bsa_attention_reference(
     sequence = torch.arange(batch, device=q.device).repeat_interleave(lengths, output_size=tokens)
     row = sequence * padded_len + torch.arange(tokens, device=q.device) - seq_offsets.long()[sequence]
 
-    def pad(x: Tensor) -> Tensor:  # [T, H, X] -> [B, H, L, X], zeros behind each sequence
+    def pad(x: Tensor) -> Tensor:  # [T, H, X] -> [B, H, L, X], zeros after each sequence
         padded = x.new_zeros(batch * padded_len, *x.shape[1:]).index_copy(0, row, x)
         return padded.unflatten(0, (batch, padded_len)).transpose(1, 2)
 
@@ -88,7 +88,7 @@ def bsa_attention_reference(
     def bias_at(places: Tensor) -> Tensor | float:
         """Return b of all queries and of keys at the `places` [X] of their sequence: [L, X], [B, 1, L, X], or 0."""
         places = places.clamp(max=padded_len - 1)  # a block beyond every sequence is never complete
-        distance = (t[:, None] - places).clamp(max=max_seq_len - 1)  # greater only behind a sequence's end
+        distance = (t[:, None] - places).clamp(max=max_seq_len - 1)  # greater only past a sequence's end
         biases = pair_bias(bias, distance, query_times, None if key_times is None else key_times[..., places])
         return biases.unsqueeze(1) if key_times is not None else biases
 

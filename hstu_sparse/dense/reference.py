@@ -44,9 +44,9 @@ def hstu_attention_reference(
         length = seq_offsets.diff().long()[0]
         return _attend(q, k, v, None, length, scale, normalizer, mask.for_sequences(0), bias).to(dtype)
     check_storage("seq_offsets", seq_offsets, values=True)
-    alike, tokens = _groups(seq_offsets.tolist())
+    groups, tokens = _groups(seq_offsets.tolist())
     parts = []
-    for members in alike:
+    for members in groups:
         chosen = torch.tensor(members, device=q.device)
         parts.append(
             _attend(
@@ -88,7 +88,7 @@ def _attend(q, k, v, begins, lengths, scale, normalizer, mask, bias):
         return padded(x).transpose(-3, -2)
 
     distance, visible = visible_pairs(mask, step, lengths)  # [n, n] or [B, n, n]
-    # Padding needs no mask of its own: no real query sees padded keys, and padded queries are dropped.
+    # Padding needs no further mask: no real query sees padded keys, and padded queries are dropped.
     hidden = ~visible if visible.dim() == 2 else ~visible[:, None]
 
     product = torch.bmm if one else torch.matmul  # with matmul, torch.export excludes sequences of one token

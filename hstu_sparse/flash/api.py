@@ -53,10 +53,9 @@ def flash_attention(
         scale: above 0, D ** -0.5 by default.
         causal: whether a query sees no later key.
         window_size: (left, right): t sees from t - left to t + right; -1 for no bound.
-        num_targets, target_group_size, num_context, context_sees_all: as for `hstu_attention`; they need causal=True
-            and no k_offsets.
-        full_attention_prefix: as for `hstu_attention`, likewise. With any of these five options, alibi_slopes are
-            multiplied by differences of positions, or 0 where these are negative.
+        num_targets, target_group_size, num_context, context_sees_all, full_attention_prefix: as for `hstu_attention`;
+            they need causal=True and no k_offsets. With any of them, alibi_slopes are multiplied by differences of
+            positions, or 0 where these are negative.
         alibi_slopes: [H] or [B, H] fp32.
         dropout: probability of zeroing a weight, 0 <= dropout < 1.
         seed: int64 tensor of one element on q's device; drawn from torch's generator by default. The dropped weights

@@ -1,6 +1,6 @@
 """Return the compute capability of a GPU as a constant of torch.compile.
 
-The function has a module of its own, since its decorator imports torch._dynamo, which takes a second and is not needed
+The function has its own module, since its decorator imports torch._dynamo, which takes a second and is not needed
 elsewhere.
 """
 

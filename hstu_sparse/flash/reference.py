@@ -171,7 +171,7 @@ class _Block:
     def _by_group(self, x):  # [B, H, n, X] -> [B, Hkv, G*n, X]
         return x.reshape(self.batch, x.shape[1] // self.group, self.group * x.shape[2], x.shape[3])
 
-    def _padded(self, x, index, valid):  # [T, ...] -> [B, n, ...], zeros behind the sequences
+    def _padded(self, x, index, valid):  # [T, ...] -> [B, n, ...], zeros after the sequences
         if not x.shape[0]:
             return x.new_zeros(*index.shape, *x.shape[1:])
         x = x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])

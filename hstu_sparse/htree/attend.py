@@ -13,7 +13,7 @@ c // PERIOD * PERIOD, is done here. With BY_TILE, where a tile of BN candidates 
 are rotated back by the tile's c0 instead, since scores depend only on differences of positions: less work for few rows.
 The queries are rotated to their positions once in each layer.
 
-Backward walks the same layers. With s_c the score in natural units, p_c = exp(s_c - lse) and o the output,
+The backward pass visits the same layers. With s_c the score in natural units, p_c = exp(s_c - lse) and o the output,
     dv_c = sum over rows p_c do,   ds_c = p_c (do.v_c - do.o),   dq = scale R^-1 sum_c ds_c R_c k_c,
     dk_c = scale R_c^-1 sum over rows ds_c R q
 where R and R_c are RoPE's rotations. A candidate's gradients are summed over the rows of a program and then added to

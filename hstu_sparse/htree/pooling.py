@@ -1,7 +1,7 @@
 """Define the kernels of the tree itself: means of children upwards, gradients from parents to children downwards.
 
 Letters: T tokens of the batch, B sequences, H key/value heads, D query/key and V value head size, r compression_rate
-(RATE), i a node's index among its parent's children. Slots are numbered as `reference.py` says.
+(RATE), i a node's index among its parent's children. `reference.py` explains slots.
 
 Keys are stored rotated by RoPE to position i % PERIOD. Candidate c is child i = c % r of parent c // r, so that PERIOD
 neighbours (r, or a tile that divides r) need the same further rotation.

@@ -23,7 +23,7 @@ from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import FLOATING, INTEGER, check_int, check_kernel, check_tensor, choose_backend
 from hstu_sparse.indexer import reference
 
-# Limits of the kernels: MAX_TOP_K of `lightning_indexer` alone.
+# Limits of the kernels; MAX_TOP_K is that of `lightning_indexer`.
 MAX_TOP_K = 2048
 MAX_HEADS = 128
 MAX_KEY_CHANNELS = 512

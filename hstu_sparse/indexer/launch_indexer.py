@@ -153,7 +153,7 @@ def _scores_forward(iq, ik, w, indices, rows, *bias_and_group) -> Tensor:
 
 def _scores_backward(grad, iq, ik, w, indices, rows, *bias_and_group) -> list[Tensor]:
     a, (T, J, E), (G, K) = unflatten_arguments(Arguments, (iq, ik, w, *bias_and_group)), iq.shape, indices.shape
-    # A group's other tokens do not take part in its choice.
+    # Only a group's first token affects its choice.
     make = torch.empty if a.group == 1 else torch.zeros
     diq, dw = (make(x.shape, dtype=x.dtype, device=x.device) for x in (iq, w))
     if T == 0:

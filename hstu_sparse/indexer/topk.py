@@ -315,8 +315,8 @@ def _collect(
     # selected bit is set.
     halves = rows.buffer.to(tl.pointer_type(tl.int32), bitcast=True) - 3 + (word >> 9).to(tl.uint64)
     tl.store(halves.to(tl.pointer_type(tl.int64), bitcast=True), packed.to(tl.int64), mask=(word & 512) != 0)
-    behind = tl.sum(tl.where((tl.arange(0, BLOCK) == BLOCK - 1)[None, :], place, 0), 1)
-    return ((behind & 0x7FFFFF) >> 1).to(tl.int32) - row
+    end = tl.sum(tl.where((tl.arange(0, BLOCK) == BLOCK - 1)[None, :], place, 0), 1)
+    return ((end & 0x7FFFFF) >> 1).to(tl.int32) - row
 
 
 @triton.jit(do_not_specialize=["B", "first_slot", "slots"])

@@ -28,8 +28,8 @@ def proven(device: torch.device) -> bool:
 def look_up(table, index, ASM: tl.constexpr):
     """Load table[index] (fp32 or int32) for a tile of indices, in the tile's own layout; int32 indices must be >= 0.
 
-    An ordinary load gets a layout of its own, and converting a tile from there to the tensor cores' layout costs more
-    than the load. An elementwise operation keeps its operand's layout.
+    An ordinary load gets another layout, and converting a tile from there to the tensor cores' layout costs more than
+    the load. An elementwise operation keeps its operand's layout.
     """
     if ASM:
         if index.dtype == tl.int32:
