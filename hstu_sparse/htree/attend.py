@@ -5,8 +5,8 @@ Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of
 layer.
 
 A program has BM rows: the queries of R tokens times G heads, or as many of them as fit into a tile. Row m is head m % G
-of the group's token m // G. It reads the group's choices from the table of `choice.py`. All tokens of a group have the
-same candidates, except at layer 0, where token i of the group has i more than the first.
+of the group's token m // G. The group's choices are in the table of `choice.py`. All tokens of a group have the same
+candidates, except at layer 0, where token i of the group has i more than the first.
 
 RoPE rotates the key of candidate c to position c. `pooling.py` has already rotated it by c % PERIOD; the rest,
 c // PERIOD * PERIOD, is done here. With BY_TILE, where a tile of BN candidates lies within PERIOD neighbours, the rows
@@ -17,7 +17,8 @@ The backward pass visits the same layers. With s_c the score in natural units, p
     dv_c = sum over rows p_c do,   ds_c = p_c (do.v_c - do.o),   dq = scale R^-1 sum_c ds_c R_c k_c,
     dk_c = scale R_c^-1 sum over rows ds_c R q
 where R and R_c are RoPE's rotations. A candidate's gradients are summed over the rows of a program and then added to
-its node's in memory. Afterwards nodes above the tokens pass their gradients on to their children (`pooling.py`).
+the gradients of its node in memory. Afterwards nodes above the tokens pass their gradients on to their children
+(`pooling.py`).
 """
 
 from typing import NamedTuple

@@ -4,10 +4,10 @@ Letters: T tokens of the batch, B sequences, H query heads, D query/key head siz
 chunks C queries and S keys per sequence. There are G rows: a row is a query, or, if R tokens share a choice, a group
 (choices.py).
 
-The weights of each head are divided by their own sum, which is known after all chosen keys, before heads are summed. So
-keys are gathered twice, unless the scores of all blocks (up to HELD) stay in registers. In a tile, chosen keys are the
-rows and heads the columns (padded to 16), so that the sums over heads and the maxima over keys stay within a few
-threads. Scores are in units of log 2.
+A head's weights are divided by their sum over all chosen keys before heads are summed. So keys are gathered twice,
+unless the scores of all blocks (up to HELD) stay in registers. In a tile, chosen keys are the rows and heads the
+columns (padded to 16), so that the sums over heads and the maxima over keys stay within a few threads. Scores are in
+units of log 2.
 
 If a gradient is needed, the forward pass writes pi - p, and the backward pass multiplies it in place by a factor for
 each row. If other ranks have more heads, the forward pass writes p, which is then averaged over the ranks.
@@ -93,7 +93,7 @@ def _masked(scores, visible):
 def _index_scores(choice, start, visible, K, BLOCK: tl.constexpr):
     """Return the indexer's scores of the BLOCK slots from `start` on, -inf where masked."""
     slot = start + tl.arange(0, BLOCK)
-    # `visible` is not the mask of this load, which would then wait for it.
+    # The load does not use `visible` as its mask, since it would have to wait for it.
     loaded = tl.load(choice.scores + choice.query.row * K + slot, mask=slot < K, other=0.0).to(tl.float32)
     return tl.where(visible, loaded * LOG2E, float("-inf"))
 
