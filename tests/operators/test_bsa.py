@@ -260,8 +260,12 @@ def test_given_indices_replace_the_choice():
         (dict(v=torch.zeros(40, 2, 6)), TypeError, "v must be torch.float64, got torch.float32"),
         (dict(q=torch.zeros(40, 8)), ValueError, r"q must be \[T, H, D\]"),
         (dict(gates=(torch.zeros(40, 2),) * 2), ValueError, "g_cmp, g_slc, g_swa"),
-        (dict(gates=(torch.zeros(40, 2), torch.zeros(40, 2), None), window_size=3), ValueError, "g_swa is None"),
-        (dict(gates=(None, torch.zeros(40, 2), None)), ValueError, "g_cmp is None"),
+        (
+            dict(gates=(torch.zeros(40, 2), torch.zeros(40, 2), None), window_size=3),
+            ValueError,
+            r"g_swa must be a tensor \[T, H\], got None",
+        ),
+        (dict(gates=(None, torch.zeros(40, 2), None)), ValueError, r"g_cmp must be a tensor \[T, H\], got None"),
         (
             dict(gates=(torch.zeros(40, 3), torch.zeros(40, 2), None)),
             ValueError,

@@ -198,7 +198,7 @@ GOOD = dict(q=Q, k=K, v=K, seq_offsets=torch.tensor([0, 6]))
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (dict(k=torch.zeros(6, 3, 8), v=torch.zeros(6, 3, 8)), ValueError, "divide q's 4, got 3"),
+        (dict(k=torch.zeros(6, 3, 8), v=torch.zeros(6, 3, 8)), ValueError, "divide the 4 heads of q, got 3"),
         (dict(v=torch.zeros(6, 4, 8)), ValueError, "Hkv=2"),
         (dict(k=K.double()), TypeError, "k must be torch.float32"),
         (dict(k=torch.zeros(7, 2, 8)), ValueError, "T=6"),
