@@ -276,12 +276,12 @@ def tuning(tokens, length):
         yield Case(f"loss {config}", {"top_k": top_k}, tuned(loss.loss_config, change, setup))
     shape = dict(tokens=tokens, length=length)
     for block, warps, stages in ((64, 4, 3), (64, 4, 5), (64, 4, 7), (32, 4, 5), (32, 2, 5), (32, 4, 7), (128, 8, 5)):
-        config = LaunchConfig(warps, stages, TOKENS=1, BLOCK=block, NEAR=16)
+        config = LaunchConfig(warps, stages, TOKENS=1, BLOCK=block, GROUP_BLOCK=16)
         setup = functools.partial(run_sparse, tokens, length, backward=False)
         change = lambda *_, config=config: config
         yield Case(f"attention fwd {config}", shape, tuned(attention.attention_config, change, setup))
     for block, warps, stages in ((64, 4, 2), (64, 4, 5), (64, 8, 5), (32, 4, 3), (32, 4, 5), (16, 4, 3)):
-        config = LaunchConfig(warps, stages, TOKENS=1, BLOCK=block, NEAR=16)
+        config = LaunchConfig(warps, stages, TOKENS=1, BLOCK=block, GROUP_BLOCK=16)
         setup = functools.partial(run_sparse, tokens, length)
         change = lambda default, kernel, *_, config=config: config if kernel == "bwd" else default
         yield Case(f"attention bwd {config}", shape, tuned(attention.attention_config, change, setup))

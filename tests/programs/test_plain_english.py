@@ -36,9 +36,8 @@ VAGUE = (
 )
 # A bound name is followed by a symbol or `in`, a word of a comment mostly by another word: such files are not parsed.
 WORD = re.compile(rf"\b(?:{'|'.join(VAGUE)})\b(?! (?!in\b)[a-z]|[.'\"`])")
-# Names that have to be decoded. Folders in which they are still to be renamed are left out.
+# Names that have to be decoded.
 BARRED = re.compile(r"_*(?:mine|of_\w+)")
-TO_RENAME = ("hstu_sparse",)
 DOCSTRING = r'(?:\A|:(?: +#.*)?\n) *"""'
 # Words that begin a fragment, which is understood only together with the code.
 FRAGMENT = re.compile(DOCSTRING + r"((?:of|as|what|which|where|how|those|that|the same|by)\b.{0,40})", re.I)
@@ -96,7 +95,7 @@ def test_names_say_what_a_value_is():
 
 
 def test_names_need_no_decoding():
-    check([file for file in FILES if not set(file.relative_to(ROOT).parts) & set(TO_RENAME)], barred_names)
+    check(FILES, barred_names)
 
 
 def test_docstrings_are_not_fragments():
