@@ -124,7 +124,7 @@ def test_constants_are_on_the_device_that_is_asked_for():
     """Constants are stored, so a first call under another default device must not decide; the sizes are new."""
     from hstu_sparse.bias.buckets import bucket_starts, device_cells
     from hstu_sparse.bias.relative import _edges_on
-    from hstu_sparse.cache.rotatekv.launch import angles, turns
+    from hstu_sparse.cache.rotatekv.launch import angles, frequencies
     from hstu_sparse.layer.rotary import frequencies_of_pairs
     from hstu_sparse.ring.plan import fixed_plan
 
@@ -134,7 +134,7 @@ def test_constants_are_on_the_device_that_is_asked_for():
         bucket_starts: (61, cpu),
         _edges_on: (61, cpu),
         angles: (9.0, 3, 2, 5, cpu),
-        turns: (9.0, 3, cpu),
+        frequencies: (9.0, 3, cpu),
         frequencies_of_pairs: (7, 3, 61, cpu),
         fixed_plan: (3, 61, 1, 2, True, cpu),
     }
