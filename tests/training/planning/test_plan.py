@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -44,8 +44,8 @@ RANKS = {
 }
 RANKING = ["task={kind: ranking, actions: [{name: liked, at_least: 1}]}", "data.protocol=last_tenth", "loss={}"]
 RANKING += ["data.synthetic.actions=true", "data.synthetic.mean_length=40"]
-# Prints the plan of each case (a list of overrides) with the bytes that autograd saves in a forward pass, then the
-# prediction for RECORD, then the output of train.py --plan.
+# Prints the plan of each case (a list of overrides) with the bytes that autograd saves in a forward pass; then, if
+# PROGRAM has arguments, the prediction for RECORD and the output of train.py --plan.
 SCRIPT = """
 import json, sys
 from dataclasses import asdict
@@ -78,8 +78,9 @@ for case in CASES:
     plan = planning.plan(data.config, data, recorded, planning.GPU_BYTES)
     print(json.dumps(asdict(plan) | {"peak": plan.peak, "training_peak": plan.training_peak,
                                      "saved": sum(saved.values())}))
-print(json.dumps(scale_tables.predicted(json.loads(RECORD))), flush=True)
-sys.exit(train.main([CONFIG, "--plan", *json.loads(PROGRAM)]))
+if json.loads(PROGRAM):
+    print(json.dumps(scale_tables.predicted(json.loads(RECORD))), flush=True)
+    sys.exit(train.main([CONFIG, "--plan", *json.loads(PROGRAM)]))
 """
 # A record of benchmarks/scale.py for two ranks, with the keys that the prediction reads.
 RECORD = {"case": "whole", "overrides": ["train.cuda_graphs=true", "parallel.data=auto", "parallel.embedding=row_wise"]}
@@ -87,44 +88,24 @@ RECORD |= {"items": 100_000, "ranks": 2, "steps": 2, "largest": [2000, 16], "bef
 RECORD["overrides"] += ["model.embedding_dim=128", "loss={kind: cross_entropy}", "train.batch_size=16"]
 
 
-def planned(program: list[str], *cases: list[str]) -> list:
-    """Return the plan of each case as a dict, the predicted peak of RECORD, and the output lines of train.py --plan.
+def planned(cases: dict[str, list[str]], program: Sequence[str] = ()) -> tuple[dict[str, dict], list[str]]:
+    """Return the plan of each case by its name, and the lines printed after them.
 
-    program: arguments of train.py --plan. cases: overrides of the synthetic configuration.
+    cases: overrides of the synthetic configuration. program: arguments of train.py --plan.
     """
     environ = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, "configs/synthetic-hstu.yaml", json.dumps(RECORD), json.dumps(program)]
-    command += [json.dumps([SMALL, *case]) for case in cases]
+    command += [json.dumps([SMALL, *case]) for case in cases.values()]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    return [*map(json.loads, lines[: len(cases) + 1]), lines[len(cases) + 1 :]]
+    return dict(zip(cases, map(json.loads, lines))), lines[len(cases) :]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory, runs) -> dict:
-    path = tmp_path_factory.mktemp("plan") / "items.csv"
-    path.write_text("item,group\n" + "\n".join(f"{item},{item % 7}" for item in range(1, 121)) + "\n")
-    features = f"{{items: {{format: csv, path: {path}, unknown: add, columns: {{group: category}}}}}}"
-    features = f"data.features={features}"
-    cases = KINDS | RANKS | {"ranking": RANKING}
-    sharded = [features, "parallel.embedding=row_wise"]
-    cases |= {"features": [features], "features, sharded": sharded}
-    cases |= {"features, whole": [*sharded, "loss.kind=cross_entropy"]}
-    cases |= {"recomputed": ["train.recompute=true"]}
-    program = [SMALL, f"run_dir={runs}", "--gpu-memory", "80"]
-    return dict(zip([*cases, "record", "program"], planned(program, *cases.values())))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_and_optimiser_are_counted_to_the_byte(plans, kind):
+def check_weights_and_optimiser(plan, overrides):
+    """Check that they are counted to the byte, as a step of a real model has them."""
     few = "train.batch_size=2"  # these sizes do not depend on it
-    config = load_config(ROOT / "configs/synthetic-hstu.yaml", [SMALL, *KINDS[kind], few])
+    config = load_config(ROOT / "configs/synthetic-hstu.yaml", [SMALL, *overrides, few])
     data = open_data(config, device=torch.device("cpu"))
     model = build_model(data.config, data.vocabulary, data.device)
     optimizer, step = build_step(data.config, model, data.device)
@@ -133,7 +114,7 @@ def test_weights_and_optimiser_are_counted_to_the_byte(plans, kind):
     def total(tensors) -> int:
         return sum(x.numel() * x.element_size() for x in tensors)
 
-    persistent = plans[kind]["persistent"]
+    persistent = plan["persistent"]
     assert persistent["weights"] == total([*model.parameters(), *model.buffers()])
     assert persistent["gradients"] == total(p.grad for p in model.parameters() if p.grad is not None)
     assert persistent["optimiser"] == total(x for state in optimizer.state.values() for x in state.values())
@@ -141,9 +122,8 @@ def test_weights_and_optimiser_are_counted_to_the_byte(plans, kind):
     assert persistent.get("average of the weights", 0) == (fp32 if config.train.ema_decay else 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_activations_are_those_that_autograd_saves(plans, kind):
-    plan = plans[kind]
+def check_activations(plan, kind):
+    """Check that they are those that autograd saves."""
     activations = sum(plan["activations"].values())
     # The plan of a batch is allocated too, but not saved by autograd.
     assert 0.98 * plan["saved"] < activations <= 1.6 * plan["saved"]
@@ -151,15 +131,39 @@ def test_activations_are_those_that_autograd_saves(plans, kind):
     assert activations < plan["step"] < plan["training_peak"] <= plan["peak"]
 
 
-def test_recomputed_layers_save_only_their_inputs(plans):
+# One test for the plans of one process and one for those of ranks: each starts a process, which takes long.
+def test_plans_of_one_process(tmp_path):
+    path = tmp_path / "items.csv"
+    path.write_text("item,group\n" + "\n".join(f"{item},{item % 7}" for item in range(1, 121)) + "\n")
+    features = f"{{items: {{format: csv, path: {path}, unknown: add, columns: {{group: category}}}}}}"
+    features = f"data.features={features}"
+    sharded = [features, "parallel.embedding=row_wise"]
+    cases = KINDS | {"ranking": RANKING, "recomputed": ["train.recompute=true"]}
+    cases |= {"features": [features], "features, sharded": sharded}
+    cases |= {"features, whole": [*sharded, "loss.kind=cross_entropy"]}
+    plans, _ = planned(cases)
+    for kind, overrides in KINDS.items():
+        check_weights_and_optimiser(plans[kind], overrides)
+        check_activations(plans[kind], kind)
+
     dense, plan = plans["dense"], plans["recomputed"]
     # Only the outputs of two layers are saved; the plan of the batch, which attention makes, remains.
     assert plan["activations"]["layers without attention"] < 1.1 * 2 * plan["tokens"] * 64 * 4
     assert plan["saved"] < 0.3 * dense["saved"] and plan["step"] < 0.7 * dense["step"]
     assert plan["persistent"] == dense["persistent"]
 
+    plan = plans["ranking"]
+    assert plan["activations"] and min(plan["step"], plan["evaluation"]) > plan["tokens"] * 64 * 4
 
-def test_ranks_share_batch_and_table(plans):
+    one, split, whole = (plans[name] for name in ("features", "features, sharded", "features, whole"))
+    for plan in (one, split, whole):  # the table has rows for 7 groups, and for items without an event
+        assert plan["persistent"]["weights"] > dense["persistent"]["weights"] + 7 * 64 * 4
+        assert plan["activations"] and plan["evaluation"] > 0
+    assert split["persistent"]["optimiser"] == one["persistent"]["optimiser"]
+
+
+def test_plans_of_ranks_and_of_the_program(tmp_path):
+    plans, (predicted, *printed) = planned(RANKS, [SMALL, f"run_dir={tmp_path}", "--gpu-memory", "80"])
     one, replicated, sharded, column, fused, whole = (plans[name] for name in RANKS)
     assert (one["ranks"], replicated["ranks"], sharded["ranks"]) == (1, 4, 4)
     assert replicated["tokens"] < one["tokens"] / 3 and replicated["step"] < one["step"]
@@ -182,30 +186,13 @@ def test_ranks_share_batch_and_table(plans):
     # The shard has two gradients for a while, of the look-up and of the loss.
     assert whole["step"] > sharded["step"] + quarter
 
-
-def test_a_measured_step_of_ranks_is_predicted(plans):
     shard, workspaces = 50_000 * 128 * 4, 64 * 2**20
     # A weight, two gradients, two moments; in addition rows and activations.
-    assert 5 * shard < plans["record"] - workspaces < 7 * shard
+    assert 5 * shard < json.loads(predicted) - workspaces < 7 * shard
 
-
-def test_ranking_has_a_plan(plans):
-    plan = plans["ranking"]
-    assert plan["activations"] and min(plan["step"], plan["evaluation"]) > plan["tokens"] * 64 * 4
-
-
-def test_features_have_a_plan(plans):
-    dense, one, sharded, whole = (plans[name] for name in ("dense", *(key for key in plans if "features" in key)))
-    for plan in (one, sharded, whole):  # the table has rows for 7 groups, and for items without an event
-        assert plan["persistent"]["weights"] > dense["persistent"]["weights"] + 7 * 64 * 4
-        assert plan["activations"] and plan["evaluation"] > 0
-    assert sharded["persistent"]["optimiser"] == one["persistent"]["optimiser"]
-
-
-def test_program_prints_the_plan_and_makes_no_run(plans, runs):
-    printed = "\n".join(plans["program"])
-    assert "MiB, of 81,920 MiB on a GPU" in printed and "peak, including evaluations" in printed
-    assert not list(runs.iterdir())
+    text = "\n".join(printed)
+    assert "MiB, of 81,920 MiB on a GPU" in text and "peak, including evaluations" in text
+    assert not list(tmp_path.iterdir())
 
 
 def test_meter_counts_live_tensors():
