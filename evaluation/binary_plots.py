@@ -7,8 +7,10 @@ def plot_curves(name: str, curves: dict[str, dict], aucs: dict[str, float]) -> b
     """Return a PNG of ROC curves and calibration; curves, aucs: `binary_metrics.curves` and the AUC of each model."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    figure = Figure(figsize=(9, 4.2))
     roc, calibration = figure.subplots(1, 2)
+    # Fixed, since a layout of matplotlib would draw everything twice.
+    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.13, top=0.92)
     for who, points in curves.items():
         roc.plot(*zip(*points["roc"]), label=f"{who}, AUC {aucs[who]:.4f}")
         calibration.plot(*zip(*points["calibration"]), marker="o", markersize=4, label=who)

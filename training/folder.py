@@ -2,7 +2,7 @@
 
 run.json      the manifest: the run's id, which its weights store, and how the run was started
 vocabulary/   the original ids of its items and users
-config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.html   report.md   loss.png
+config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.html   report.md   loss.svg
 eval-*.json
 lineage.jsonl only of an updated run: a line for each generation, see training/update.py
 judged.npz    the model's results for each user or event of the test split

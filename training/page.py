@@ -32,11 +32,11 @@ def pages(folder: Path) -> Environment:
 
 
 def as_html(
-    title: str, task: Task, result: dict[str, Any], history: list[dict], lines: list[str], facts: dict[str, object]
+    title: str, task: Task, result: dict[str, Any], plots: list[Plot], lines: list[str], facts: dict[str, object]
 ) -> str:
     """Build the page.
 
-    history: the lines of metrics.jsonl. lines: sentences about data and protocol. facts: the environment by name.
+    plots: those of `learning`. lines: sentences about data and protocol. facts: the environment by name.
     """
     verdict = result.get("against_baseline")
     return (
@@ -48,7 +48,7 @@ def as_html(
             advice=result.get("advice", []),
             lines=lines,
             tables=task.tables(result) if "split" in result else [],
-            plots=[*_quality(task, result), *_learning(task, result, history)],
+            plots=[*_quality(task, result), *plots],
             facts=facts,
         )
     )
@@ -73,8 +73,11 @@ def _quality(task: Task, result: dict[str, Any]) -> list[Plot]:
     return [Plot("The model and the baselines", Markup(svg), {})]
 
 
-def _learning(task: Task, result: dict[str, Any], history: list[dict]) -> list[Plot]:
-    """Plot the loss and the metrics over the epochs, with the metric of the task's baseline."""
+def learning(task: Task, result: dict[str, Any], history: list[dict]) -> list[Plot]:
+    """Plot the loss and the metrics over the epochs, with the metric of the task's baseline.
+
+    history: the lines of metrics.jsonl.
+    """
     plots = []
     if history:
         losses = [(row["epoch"], row["loss"]) for row in history]

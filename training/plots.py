@@ -112,6 +112,13 @@ def strip(rows: Sequence[Row], label: str, at: float | None = None) -> str:
         return _svg(figure, label)
 
 
+def standalone(svg: str) -> str:
+    """Return a plot as the text of an SVG file, on white."""
+    for variable, color in (("var(--line)", "#b0b0b0"), ("var(--soft)", "#767676")):
+        svg = svg.replace(variable, color)
+    return svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg" style="background: white"', 1)
+
+
 def _axes(height: float, x: str) -> tuple[Figure, Axes]:
     """Return a figure and its axes, with at most six ticks on each axis."""
     figure = Figure((WIDTH, height))

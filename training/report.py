@@ -1,12 +1,11 @@
 """Print the results of a run, and write report.html and report.md with plots."""
 
-import functools
-import math
 import os
 import platform
 import re
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich import box
@@ -17,6 +16,9 @@ from data.types import Dataset, shown
 from models.tasks.contract import Task
 from training.config import RunConfig
 from training.folder import write_file
+
+if TYPE_CHECKING:  # its module imports matplotlib, which takes a second
+    from training.page import Plot
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -64,13 +66,16 @@ def write_report(
     folder: Path, config: RunConfig, task: Task, result: dict, history: list[dict], dataset: Dataset
 ) -> None:
     """Write report.html, report.md and their plots into the run's folder; history: the lines of metrics.jsonl."""
-    from training.page import as_html  # imports matplotlib, which takes a second
+    from training.page import as_html, learning
+    from training.plots import standalone
 
     run, judged = result["run"], "split" in result
-    plots = _plot(folder, history, task.plotted, result.get("plotted_baseline", {}))
-    for name, image in task.plots(result).items() if judged else ():
+    plots, images = learning(task, result, history), task.plots(result) if judged else {}
+    files = dict(zip(("loss.svg", "metric.svg"), plots))
+    for name, plot in files.items():
+        write_file(folder / name, standalone(str(plot.svg)))  # Markup would escape what is inserted
+    for name, image in images.items():
         write_file(folder / name, image)
-        plots.append(name)
     data_line = (
         f"Data: {shown(dataset.name, 200)}, {dataset.num_users:,} users, {dataset.num_items:,} items, "
         f"{dataset.num_events:,} events."
@@ -88,7 +93,7 @@ def write_report(
         "reproduce": f"python train.py {shown(folder / 'config.yaml', 1000)}",
     }
     sentences = [data_line, *(task.protocol_lines(result) if judged else result["notes"]), *run_lines]
-    write_file(folder / "report.html", as_html(config.name, task, result, history, sentences, facts))
+    write_file(folder / "report.html", as_html(config.name, task, result, plots, sentences, facts))
     lines = [
         f"# {config.name}",
         "",
@@ -107,7 +112,8 @@ def write_report(
                 "",
             )
         ),
-        *(f"![{plot}]({plot})\n" for plot in plots),
+        *(f"![{_caption(plot)}]({name})\n\n{_caption(plot)}\n" for name, plot in files.items()),
+        *(f"![{name}]({name})\n" for name in images),
         "## Environment",
         "",
         f"- begun: {run.get('created')}",
@@ -120,9 +126,8 @@ def write_report(
     write_file(folder / "report.md", "\n".join(lines) + "\n")
 
 
-def _number(value: float | None) -> float:
-    """Replace null of metrics.jsonl by NaN, which matplotlib does not draw."""
-    return math.nan if value is None else value
+def _caption(plot: "Plot") -> str:
+    return ", ".join([plot.title, *(f"level line: {name}" for name in list(plot.legend)[1:])])
 
 
 def _left_out(split_and_reason: str, count: int) -> str:
@@ -137,34 +142,3 @@ def markdown_table(headings: list[str], rows: list[list[str]]) -> list[str]:
         "|" + " --- |" * len(headings),
         *("| " + " | ".join(re.sub(r"([\\|`*_\[\]<>])", r"\\\1", cell) for cell in row) + " |" for row in rows),
     ]
-
-
-def _plot(folder: Path, history: list[dict], plotted: tuple[str, ...], baseline: dict[str, float]) -> list[str]:
-    """Plot the curves, with the baseline's metrics as horizontal lines; return the names of the files."""
-    from training.plots import Figure, MaxNLocator  # this module sets a valid backend of matplotlib
-
-    evaluated = [row for row in history if plotted[0] in row]
-    split = evaluated[0]["split"] if evaluated else ""
-    figures: dict[str, tuple[list[dict], tuple[str, ...], str]] = {"loss.png": (history, ("loss",), "training loss")}
-    if evaluated:
-        figures["metrics.png"] = (evaluated, plotted, f"{split} metrics")
-    for file, (rows, names, title) in figures.items():
-        figure = Figure(figsize=(7, 4))  # not by pyplot, which would show it in a notebook
-        axes = figure.add_subplot()
-        # Fixed, since a layout of matplotlib would draw everything twice.
-        figure.subplots_adjust(left=0.1, right=0.97, bottom=0.14, top=0.92)
-        for name in names:
-            (line,) = axes.plot(
-                [row["epoch"] for row in rows], [_number(row[name]) for row in rows], marker=".", label=name
-            )
-            if name in baseline:
-                label = "baseline" if name == names[0] else None
-                axes.axhline(baseline[name], color=line.get_color(), linestyle=":", label=label)
-        axes.set(xlabel="epoch")
-        axes.set_title(title, y=1)  # fixed for the same reason
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-        if len(names) > 1:
-            axes.legend()
-        write_file(folder / file, functools.partial(figure.savefig, dpi=120, format="png"))
-    return list(figures)

@@ -327,7 +327,7 @@ def cases(place: Path) -> list[Case]:
         case("resume: .lock is a folder", resume(lambda run: _replaced(run / ".lock"))),
         case("resume: report.md is a folder", resume(lambda run: _replaced(run / "report.md")), short=False),
         case("resume: result.json is a folder", resume(lambda run: _replaced(run / "result.json")), short=False),
-        case("resume: loss.png is a folder", resume(lambda run: _replaced(run / "loss.png")), short=False),
+        case("resume: loss.svg is a folder", resume(lambda run: _replaced(run / "loss.svg")), short=False),
         case("resume: best is a file", resume(lambda run: _file(run / "best"))),
         case("resume: best deleted", resume(lambda run: shutil.rmtree(run / "best")), short=False),
         case("resume: tensorboard is a file", resume(lambda run: _file(run / "tensorboard")), short=False),

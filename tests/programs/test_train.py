@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -94,9 +95,9 @@ def test_a_run_ends_with_a_table_and_a_report(finished):
     report = (folder / "report.md").read_text()
     for part in ("Full ranking", "By length of the history", "popularity, history removed", "removed from the ranking"):
         assert part in report
-    for image in re.findall(r"\((\w+\.png)\)", report):
-        assert (folder / image).read_bytes().startswith(b"\x89PNG")
-    assert len(re.findall(r"\.png\)", report)) == 2
+    images = re.findall(r"!\[.+\]\((\w+\.svg)\)", report)
+    assert images == ["loss.svg", "metric.svg"] and "![Training loss]" in report and "level line: popularity" in report
+    assert all(ElementTree.parse(folder / image) for image in images)
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
     assert any((folder / "tensorboard").iterdir())
     result = json.loads((folder / "result.json").read_text())

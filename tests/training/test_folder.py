@@ -243,7 +243,7 @@ def test_links_in_place_of_folders_are_refused(copy, name, capsys):
 
 
 def test_links_in_place_of_files_are_not_followed(copy):
-    names = ("loss.png", "metrics.png", "result.json", "report.md", "metrics.jsonl", "eval-test.json")
+    names = ("loss.svg", "metric.svg", "result.json", "report.md", "metrics.jsonl", "eval-test.json")
     (copy.parent / "mine").write_text("mine")
     for name in names:
         (copy / name).unlink(missing_ok=True)

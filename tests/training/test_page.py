@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 from models.tasks.contract import Table
-from training.page import as_html
+from training.page import as_html, learning
 
 
 def page(**more):
@@ -18,7 +18,7 @@ def page(**more):
         ],
     )
     history = [{"epoch": 1, "loss": 2.0}, {"epoch": 2, "loss": 1.0, "split": "valid", "NDCG@10": 0.1}]
-    return as_html("<small>", task, more, history, ["Data: shop"], {"device": "CPU"})
+    return as_html("<small>", task, more, learning(task, more, history), ["Data: shop"], {"device": "CPU"})
 
 
 def test_a_page_is_complete_and_needs_no_network():

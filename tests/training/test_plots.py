@@ -4,7 +4,7 @@ import math
 import re
 from xml.etree import ElementTree
 
-from training.plots import Row, Series, curves, groups, scatter, strip
+from training.plots import Row, Series, curves, groups, scatter, standalone, strip
 
 
 def test_plots_are_svg_in_the_page_s_colours():
@@ -21,6 +21,8 @@ def test_plots_are_svg_in_the_page_s_colours():
         ElementTree.fromstring(plot)
         assert "var(--line)" in plot and "#010101" not in plot and "<style" not in plot
         assert not re.search(r"https?:|url\(", plot)
+        assert "var(" not in (file := standalone(plot))
+        assert ElementTree.fromstring(file).tag == "{http://www.w3.org/2000/svg}svg"
     assert plots[1] == scatter([Series(7, [(1500.0, 0.5), (3500.0, 0.6)])], "MiB", "metric")
     assert 'aria-label="a &quot;metric&quot; &amp; &lt;more&gt; by epoch"' in plots[0] and ">1.5<" not in plots[0]
     assert ">2,000<" in plots[1] and ">$x_1$<" in plots[2]

@@ -68,8 +68,8 @@ def check_files_of_an_interrupted_run(folder):
     (record,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert result["finished"] is False and result["epoch"] == 1 and result["best"] == record["NDCG@10"]
     assert result["parameters"] > 0 and result["environment"]["torch"] and "model" not in result
-    assert f"INTERRUPTED after 1 of 3 epochs, saved at step {result['steps']}" in report and "loss.png" in report
-    assert (folder / "loss.png").exists() and not is_finished(folder)
+    assert f"INTERRUPTED after 1 of 3 epochs, saved at step {result['steps']}" in report and "loss.svg" in report
+    assert (folder / "loss.svg").exists() and not is_finished(folder)
     with pytest.raises(FolderError, match="the run was interrupted"):
         read_result(folder)
 
