@@ -85,9 +85,13 @@ KERNELS = [name for name, arguments in VALID.items() if name in hstu_sparse.__al
 KERNELS = [name for name in KERNELS if not name.startswith((*CACHES, "attention_plan", "heads_to"))]
 
 
+# Without gradients the calls of these differ from the others' in kernels alone, which take seconds.
+LONG = ("htree_attention", "bsa_attention", "lightning_indexer")
+UNGRADED = [pytest.param(name, False, marks=pytest.mark.slow if name in LONG else []) for name in KERNELS]
+
+
 @interpreter
-@pytest.mark.parametrize("graded", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("name", "graded"), [*((name, True) for name in KERNELS), *UNGRADED])
 def test_kernels_refuse_tangents(name, graded):
     """A kernel has no forward-mode derivative, so the tangent would be lost without an error."""
     arguments = dict(with_bias(name), **({"block_size": 16} if name == "bsa_attention" else {}))
