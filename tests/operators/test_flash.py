@@ -126,7 +126,7 @@ def test_head_sizes(size):
 
 
 @pytest.mark.parametrize(
-    "large", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1.0, 30.0)), float("inf"), float("nan")]
+    "large", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1.0, 30.0, float("inf"))), float("nan")]
 )
 def test_with_and_without_a_maximum(large):
     """Test heads whose keys are short, long, or hold an inf or NaN.
