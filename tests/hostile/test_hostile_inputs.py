@@ -13,7 +13,7 @@ from tests.hostile.harness import ERROR, WORKS, Process, judge
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("sample", [40, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sample", [80, pytest.param(1, marks=pytest.mark.slow)])
 def test_short_campaign(sample):
     options = ["--short", "--quiet", "--jobs", "2", "--sample", str(sample)]
     command = [sys.executable, "-m", "tests.hostile", *options]

@@ -19,12 +19,12 @@ SETTINGS = [
     "model.max_seq_len=60",
     "model.embedding_dim=16",
     "model.dropout=0",
-    "train.epochs=20",
-    "train.lr=1e-2",
+    "train.epochs=8",
+    "train.lr=3e-2",
     "train.batch_size=40",
     "train.checkpoint_seconds=1000",
     "eval.patience=null",
-    "eval.every=20",
+    "eval.every=8",
     "threads=1",
     "device=cpu",
 ]
@@ -45,7 +45,7 @@ TWO = {
     "hstu": (["parallel.context=2", "parallel.context_by=ring"], ["parallel.context=2", "parallel.context_by=heads"]),
     "indexer": (["parallel.context=2"], ["parallel.context=1"]),
 }
-HALF, WHOLE = "train.epochs=10", "train.epochs=20"
+HALF, WHOLE = "train.epochs=4", "train.epochs=8"
 
 
 # Runs train.py for each list of arguments in a file, in one process, since each start of Python takes seconds.
@@ -93,7 +93,7 @@ def test_two_processes_train_as_one(tmp_path):
         one = run("train.py", *call, "--run", tmp_path / f"{kind}-one")
         assert one.returncode == 0, one.stderr[-3000:]
         alone, shared = losses(tmp_path / f"{kind}-one"), losses(tmp_path / f"{kind}-two")
-        assert len(alone) == 20 and alone[-1] < 0.95 * alone[0], kind
+        assert len(alone) == 8 and alone[-1] < 0.95 * alone[0], kind
         # An epoch has one step.
         assert max(abs(a - b) for a, b in zip(alone, shared, strict=True)) < 1e-5, kind
         names = {path.name for path in (tmp_path / f"{kind}-two").iterdir()}
