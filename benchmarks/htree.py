@@ -82,14 +82,14 @@ def check(sizes, *items):
     from hstu_sparse import htree_attention
     from hstu_sparse.htree.reference import htree_attention_reference
     from tests.support.budgets import assert_within_budget, gradients, make_offsets
-    from tests.support.htree_compare import walk_kernel
+    from tests.support.htree_compare import chosen_nodes
 
     options = dict(items)
     full = options | dict(scale=sizes[2] ** -0.5, rope_base=10000.0)
     torch.use_deterministic_algorithms(False)
     q, k, v = (x.detach() for x in inputs(CHECKED, *sizes))
     offsets = make_offsets([CHECKED], device="cuda")
-    _, chosen = walk_kernel(q, k, v, offsets, CHECKED, **full)
+    chosen = chosen_nodes(q, k, v, offsets, CHECKED, **full)
     named = dict(q=q, k=k, v=v)
 
     def kernel(q, k, v):

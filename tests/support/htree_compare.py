@@ -17,24 +17,21 @@ import math
 import torch
 from torch import Tensor
 
+from hstu_sparse import htree_attention
 from hstu_sparse.htree.reference import Tree, Walk, attend_queries, group_leaders
 from tests.support.budgets import make_jagged, make_offsets
 
 
-def walk_kernel(
+def chosen_nodes(
     q, k, v, seq_offsets, max_seq_len, *, compression_rate, top_k, scale, rope_base, selection_group=1
-) -> tuple[Tensor, list[Tensor]]:
-    """Run the forward kernels and return the output [T, Hq, V] and the choices.
-
-    The choices are a list for the layers 1, 2, ... of [T, Hkv, S] int64 nodes, ascending, -1 last.
-    """
+) -> list[Tensor]:
+    """Return the kernel's choices: for the layers 1, 2, ... [T, Hkv, S] int64 nodes, ascending, -1 last."""
     from hstu_sparse.htree import launch
     from hstu_sparse.tiles.rows import as_rows
 
     launch.check_supported(q, k, v, compression_rate, top_k)
-    arguments = q, k, v, seq_offsets, max_seq_len, compression_rate, top_k, selection_group, scale, rope_base
-    out, _, _ = launch.launch_forward(*arguments)
-    problem = launch.Problem(*arguments[:4], launch.Options(*arguments[4:]))
+    options = launch.Options(max_seq_len, compression_rate, top_k, selection_group, scale, rope_base)
+    problem = launch.Problem(q, k, v, seq_offsets, options)
     parts = problem.choices(*as_rows(q, align=False), launch.build_tree(problem, k, True))
     table = torch.cat([part[:-1, :top_k] for _, _, part in parts])
     token = torch.arange(q.shape[0], device=q.device)
@@ -42,7 +39,7 @@ def walk_kernel(
     start = seq_offsets.long()[sequence]
     slot = start // selection_group + sequence + (token - start) // selection_group
     choices = table.view(problem.slots, problem.H, problem.top, top_k)[slot]
-    return out, [x.long() for x in choices.unbind(2)]
+    return [x.long() for x in choices.unbind(2)]
 
 
 def compare_all(q, k, v, seq_offsets, options, chunk: int = 512) -> list[str]:
@@ -54,7 +51,8 @@ def compare_all(q, k, v, seq_offsets, options, chunk: int = 512) -> list[str]:
     sums = {"own choice": [0.0, 0.0, 0.0], "kernel's choice": [0.0, 0.0, 0.0]}  # max, squares of error and of reference
     differing = total = 0
     farthest = 0.0
-    out, chosen = walk_kernel(q, k, v, seq_offsets, tokens, **options)
+    out = htree_attention(q, k, v, seq_offsets, tokens, **options, backend="triton")
+    chosen = chosen_nodes(q, k, v, seq_offsets, tokens, **options)
     for begin in range(0, tokens, chunk):
         rows = torch.arange(begin, min(begin + chunk, tokens), device=q.device)
         nodes = [x[rows] for x in chosen]

@@ -18,7 +18,7 @@ from hstu_sparse.htree.reference import (
 from tests.random.cases import Launches
 from tests.random.terms import sizes_under_softmax
 from tests.support.budgets import assert_within_budget, gradients, make_jagged, make_offsets
-from tests.support.htree_compare import misplaced, walk_kernel
+from tests.support.htree_compare import chosen_nodes, misplaced
 
 
 def make_inputs(lengths, heads, kv_heads, head_size, value_size, device="cpu", dtype=torch.float32, **options):
@@ -44,7 +44,7 @@ def kernel_choices(inputs, offsets, N, rate, top_k, scale, rope_base=10000.0, se
         dtype
     ).eps * max(1.0, abs(scale) * inputs["q"].shape[2] ** 0.5)
     with torch.no_grad():
-        _, choices = walk_kernel(**inputs, seq_offsets=offsets, max_seq_len=N, **options)
+        choices = chosen_nodes(**inputs, seq_offsets=offsets, max_seq_len=N, **options)
         tree = Tree(inputs["k"].double(), inputs["v"].double(), offsets, N, rate, top_k)
         leaders = inputs["q"][group_leaders(tree.offsets, len(rows), selection_group)]
         for some in rows.split(queries_at_once(tree, inputs["q"].shape[1] // inputs["k"].shape[1])):
