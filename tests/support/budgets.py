@@ -62,16 +62,19 @@ def make_timestamps(lengths: Sequence[int], *, device="cpu", seed: int = 0, scal
 
 
 def gradients(
-    function: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], grad: torch.Tensor
+    function: Callable[..., torch.Tensor],
+    inputs: dict[str, torch.Tensor],
+    grad: torch.Tensor | Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Return {"output": function(**inputs), "grad of q": ...} for every floating-point input; `grad` is the
-    output's.
+    output's, or a function of the output that returns it.
     """
     leaves = {
         name: x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x
         for name, x in inputs.items()
     }
     output = function(**leaves)
+    grad = grad if isinstance(grad, torch.Tensor) else grad(output.detach())
     differentiable = {n: x for n, x in leaves.items() if isinstance(x, torch.Tensor) and x.requires_grad}
     grads = torch.autograd.grad(output, list(differentiable.values()), grad.to(output), allow_unused=True)
     result = {"output": output.detach()}
@@ -92,7 +95,8 @@ def compare_with_reference(
 ) -> None:
     """Compare the kernel with the reference in the inputs' dtype and in fp64, forward and every gradient.
 
-    `kernel` and `reference` take the inputs as keywords and return one tensor. Floating-point inputs get gradients; the
+    `kernel` and `reference` take the inputs as keywords and return one tensor; the kernel is called first, and once, so
+    that the reference may use what it chose. Floating-point inputs get gradients; the
     others (None, integers) are passed unchanged. See `assert_within_budget`; its `terms` come by name from a function
     of the output's gradient, which is called once and only if needed.
     """
@@ -100,13 +104,17 @@ def compare_with_reference(
     def wide(x):
         return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-    with torch.no_grad():
-        shape = reference(**inputs)
-    grad = torch.randn(shape.shape, generator=torch.Generator().manual_seed(seed)).to(shape)
+    drawn: list[torch.Tensor] = []
+
+    def grad(output):
+        if not drawn:
+            drawn.append(torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output))
+        return drawn[0]
+
     actual = gradients(kernel, inputs, grad)
     lossy = gradients(reference, inputs, grad)
     exact = gradients(reference, {name: wide(x) for name, x in inputs.items()}, grad)
-    sizes = functools.cache(lambda: terms(grad) if terms else {})
+    sizes = functools.cache(lambda: terms(drawn[0]) if terms else {})
     for name in actual:
         assert_within_budget(
             name, actual[name], lossy[name], exact[name], factor=factor, floor=(floor or {}).get(name),

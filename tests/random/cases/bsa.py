@@ -120,27 +120,27 @@ def check(
 
 def agree(inputs, offsets, max_seq_len, shape, times=None):
     """Raise AssertionError unless the kernels do what the reference does, up to the rounding of close choices."""
-    scale = inputs["q"].shape[-1] ** -0.5
+    scale, choices = inputs["q"].shape[-1] ** -0.5, []
 
-    def kernel(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None, **more):
-        bias = RelativeBias(position, time, **(times or {}))
+    def kernel(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None):
+        options = shape | dict(bias=RelativeBias(position, time, **(times or {})), backend="triton")
         gates = (g_cmp, g_slc, g_swa)
-        return bsa_attention(q, k, v, offsets, max_seq_len, gates, **shape, bias=bias, backend="triton", **more)
+        out, indices = bsa_attention(q, k, v, offsets, max_seq_len, gates, **options, return_block_indices=True)
+        check_choice(indices, inputs, offsets, shape, scale, times)
+        choices.append(indices)
+        return out
 
-    with torch.no_grad():
-        _, indices = kernel(**inputs, return_block_indices=True)
-    check_choice(indices, inputs, offsets, shape, scale, times)
-
-    def reference(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None, chosen=indices):
+    def reference(q, k, v, g_cmp, g_slc, g_swa=None, position=None, time=None, chosen=None):
         bias = RelativeBias(position, time, **{name: x.to(q.device) for name, x in (times or {}).items()})
         arguments = (q, k, v, offsets.to(q.device), max_seq_len, (g_cmp, g_slc, g_swa))
+        chosen = choices[0] if chosen is None else chosen
         return bsa_attention_reference(*arguments, **shape, bias=bias, scale=scale, block_indices=chosen)[0]
 
     def terms(grad):
         x = {name: x.detach().cpu().double() for name, x in inputs.items()}
         by_head = [name for name in x if name not in ("position", "time")]
         return sizes_of_terms(
-            lambda heads, **x: reference(**x, chosen=indices[:, heads].cpu()), x, grad.cpu().double(), by_head, fp32
+            lambda heads, **x: reference(**x, chosen=choices[0][:, heads].cpu()), x, grad.cpu().double(), by_head, fp32
         )
 
     # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher. A table's entry is a sum

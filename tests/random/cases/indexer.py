@@ -262,9 +262,28 @@ def visible_slots(indices, lengths, group=1):
 def check_choice(device, inputs, tables, lengths, top_k, group, exact):
     """Check the choice by its definition, and scores and gradients by the reference at the kernels' choice."""
     shared = dict(seq_offsets=make_offsets(lengths, device=device), selection_group=group)
-    function = biased(lightning_indexer, device, lengths, top_k=top_k, **shared)
+    function, choices = biased(lightning_indexer, device, lengths, top_k=top_k, **shared), []
+
+    def kernel(**arguments):
+        choices.append(function("triton", **arguments))
+        scores, indices = choices[0]
+        return scores.masked_fill(indices < 0, 0)
+
+    def given_choice(**arguments):
+        _, indices = choices[0]
+        at = biased(index_scores, device, lengths, indices=indices, **shared)
+        return at("reference", **arguments).masked_fill(indices < 0, 0)
+
+    compare_with_reference(
+        kernel,
+        given_choice,
+        inputs | tables,
+        factor=4.0,
+        floor=TABLE_FLOORS | (SINGLE_FLOORS if inputs["iq"].dtype == torch.float32 else {}),
+        terms=functools.partial(scores_terms, given_choice, inputs | tables),
+    )
+    scores, indices = choices[0]
     with torch.no_grad():
-        scores, indices = function("triton", **inputs, **tables)
         wide = {name: x.double() for name, x in (inputs | tables).items()}
         if exact:
             expected = function("reference", **wide)
@@ -287,19 +306,6 @@ def check_choice(device, inputs, tables, lengths, top_k, group, exact):
         missed = known.masked_fill(chosen_mask | ~seen, -torch.inf).amax(1)
         slack = 1e-4 * known.masked_fill(~seen, 0).abs().amax(1)
         assert (missed <= least + slack).all(), "a token was missed"
-    at = biased(index_scores, device, lengths, indices=indices, **shared)
-
-    def given_choice(**arguments):
-        return at("reference", **arguments).masked_fill(~chosen, 0)
-
-    compare_with_reference(
-        lambda **arguments: function("triton", **arguments)[0].masked_fill(~chosen, 0),
-        given_choice,
-        inputs | tables,
-        factor=4.0,
-        floor=TABLE_FLOORS | (SINGLE_FLOORS if inputs["iq"].dtype == torch.float32 else {}),
-        terms=functools.partial(scores_terms, given_choice, inputs | tables),
-    )
 
 
 def launches():
