@@ -22,7 +22,7 @@ CUDA_ERROR = pytest.StashKey[str]()  # the test in which this process lost its G
 
 
 def pytest_addoption(parser):
-    parser.addoption("--seconds", type=float, default=10.0, help="that the campaign of random shapes takes")
+    parser.addoption("--seconds", type=float, default=5.0, help="that the campaign of random shapes takes")
     parser.addoption("--campaign-seed", type=int, default=0, help="which random shapes")
 
 

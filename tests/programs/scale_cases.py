@@ -112,7 +112,7 @@ def run(case: str, out: Path) -> None:
     resumed, reached = "resume" in overrides, killer(name, out)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (out / f"{name}-{world}.json").exists():
         return
-    folder = out / (name if resumed else f"{case}-{world}")
+    folder = out / (name if resumed else f"{name}-{world}")
     build, write, reduce = setup.build_step, FileSystemWriter.write_data, dist.all_reduce
     agreements = []  # all-reduces of integers by maximum: decisions of the ranks after a step
 

@@ -33,6 +33,7 @@ WAYS = {sharding: [f"parallel.embedding={sharding}"] for sharding in SHARDINGS}
 WAYS |= {"heads": ["parallel.context=2"], "heads-rows": ["parallel.context=2", "parallel.embedding=row_wise"]}
 WAYS["ring"] = ["parallel.context=2", "parallel.context_by=ring", "model.attention={kind: ring, inner: hstu}"]
 SHORT = ("hstu", "hstu-table-mol", "hstu-row-fused", "bsa-column-mixed", "sasrec-row-whole", "ranking")
+SHORT = tuple(f"{case}:train.epochs=4:train.lr=1e-2:eval.every=4" for case in SHORT)
 
 
 def launch(worlds, out, *cases, restarts=0, kill=None, more=None, status=0, by_torchrun=False):
@@ -129,9 +130,9 @@ def test_ranks_train_and_judge_as_one(tmp_path, worlds, cases):
     exported = ("hstu", "bsa-column-mixed", "sasrec-row-whole")  # replicated, by columns, by rows and with features
     after = ["judge:hstu-row-fused", *(f"export:{case}" for case in exported)]
     launch([1, *worlds], tmp_path, *cases, *after)
-    for case in cases:
+    for case in (name.partition(":")[0] for name in cases):
         one = facts_of(tmp_path, case, 1)
-        assert len(one["losses"]) >= 30 and one["losses"][-1] < 0.9 * one["losses"][0], case
+        assert len(one["losses"]) >= 16 and one["losses"][-1] < 0.9 * one["losses"][0], case
         for world in worlds:
             check(facts_of(tmp_path, case, world), one)
     run = tmp_path / "hstu-row-fused-1"

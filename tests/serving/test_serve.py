@@ -81,7 +81,7 @@ def test_the_first_commands_of_the_docs(trained, tmp_path):
     train, serve, post, get = (re.sub(r"\s+#.*", "", command) for command in commands)
     assert train.startswith("python train.py configs/synthetic-hstu.yaml --out runs/first")
     assert serve == "python serve.py runs/first --history &"
-    with serving(trained, "--history", log=tmp_path / "events.log", python=sys.executable) as (process, client):
+    with serving(trained, "--history", log=tmp_path / "events.log") as (process, client):
         for command in (post, get):
             assert command.startswith("curl -s ") and "localhost:8000" in command
             done = subprocess.run(
