@@ -16,7 +16,7 @@ from hstu_sparse import (
 from tests.operators.test_dense import interpreter
 from tests.support.budgets import make_jagged, make_offsets
 
-LENGTHS, N = (12, 0, 5), 12
+LENGTHS, N = (12, 0), 12
 OFFSETS = make_offsets(LENGTHS)
 GATES = tuple(make_jagged(LENGTHS, (2,), seed=7 + i).sigmoid() for i in range(3))
 CACHE = rotatekv_compress(*(make_jagged(LENGTHS, (2, 16), seed=i) for i in (4, 5)), OFFSETS, bits=8)
