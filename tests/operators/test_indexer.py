@@ -235,7 +235,7 @@ def test_blocks_of_key_heads_are_powers_of_two(width, monkeypatch):
         assert loss.BLOCK in (16, 32, 64) and (not loss.HELD or top_k <= loss.HELD * loss.BLOCK)
         for kernel in ("fwd", "bwd"):
             config = attention.attention_config.__wrapped__(kernel, dtype, 2 * width, 32, 7, top_k, key_heads)
-            assert {config.BLOCK, config.NEAR} <= {16, 32, 64}
+            assert {config.BLOCK, config.GROUP_BLOCK} <= {16, 32, 64}
 
 
 @interpreter

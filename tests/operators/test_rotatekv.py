@@ -206,7 +206,7 @@ def test_size():
 
 def codes_at(cache, sequence, position):
     format = cache.pool.format
-    return store.read_codes(cache.tensors, format, *store.place(format, cache.pages, sequence, position))
+    return store.read_codes(cache.tensors, format, *store.locate_tokens(format, cache.pages, sequence, position))
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,11 @@ def test_the_first_commands_of_the_docs(trained, tmp_path):
     """Run every command of the first block of docs/serving.md, with a smaller run."""
     text = (ROOT / "docs" / "serving.md").read_text()
     commands = re.search(r"```sh\n(.*?)```", text, re.S)[1].replace("\\\n", " ").strip().splitlines()
-    train, serve, post, get = (re.sub(r"\s+#.*", "", command) for command in commands)
+    train, serve, ready, post, get = (re.sub(r"\s+#.*", "", command) for command in commands)
     assert train.startswith("python train.py configs/synthetic-hstu.yaml --out runs/first")
-    assert serve == "python serve.py runs/first --history &"
+    assert serve == "python serve.py runs/first --history --port 8000 &"
     with serving(trained, "--history", log=tmp_path / "events.log") as (process, client):
-        for command in (post, get):
+        for command in (ready, post, get):
             assert command.startswith("curl -s ") and "localhost:8000" in command
             done = subprocess.run(
                 command.replace("http://localhost:8000", str(client.base_url)),

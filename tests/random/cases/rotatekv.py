@@ -227,7 +227,7 @@ def codes_are_right(cache, k, v):
     if not packed.any():
         return
     levels = 2**format.bits - 1
-    where = store.place(format, cache.pages, sequence[packed], position[packed])
+    where = store.locate_tokens(format, cache.pages, sequence[packed], position[packed])
     codes = store.read_codes(cache.tensors, format, *where)
     rotated = store.rotate(k[packed].double(), format.head_group, cache.channel_order)
     plain = store.grouped(v[packed].double(), format.head_group)
