@@ -177,7 +177,7 @@ def past_edge(resident, streamed):
 
 @triton.jit
 def reorder_near(tile, RESIDENT: tl.constexpr, STREAMED: tl.constexpr, STORE: tl.constexpr):
-    """Convert a tile [RESIDENT, STREAMED] from its order in memory, or with STORE to it.
+    """Reorder a tile [RESIDENT, STREAMED] that was loaded from memory, or with STORE one that will be stored.
 
     In memory the values of a thread are adjacent if the tile has wgmma's layout: a thread then loads 16 bytes at once,
     without an exchange between threads. The result is correct for any layout.

@@ -9,8 +9,8 @@ int64 multiples of 1 / unit, whose sum is the same in any order (`add_to`, `fixe
 Pair by pair (`add_to_tables`), for any pairs: one addition for each pair and table.
 
 By tiles (`add_position`, `add_time`):
-- EXACT, for fp16 and bf16 inputs: sums are integers of round(ds * scale), at most 21 bits each. For fp32 inputs, which
-  have more digits, and in the interpreter, sums are fp32.
+- EXACT, for fp16 and bf16 inputs: the terms are the integers round(ds * scale), of at most 21 bits. For fp32 inputs,
+  which have more digits, and in the interpreter, terms and sums are fp32.
 - Position table: sum the diagonals of a tile in the ring of sums.py or in registers (`add_diagonals`).
 - Time table: one sum for each bucket edge of a narrow tile (buckets.py), one addition for each pair of other tiles; in
   the histogram of sums.py, or without assembly (ASM) in copies of the table in memory.
@@ -69,7 +69,7 @@ class TableGradients(NamedTuple):
     unit                the unit of int64 sums, one fp32 number; None for fp32 sums
     positions, buckets  the number of entries of a copy
     norms               the argument of `exact_scale`, if programs sum in shared memory first
-    means_factor        the divisor of the terms of mean keys in the sums of the time table (bsa)
+    means_factor        the factor of `scale` for mean keys in the time table's histogram (bsa)
     """
 
     position: object = None
@@ -131,7 +131,7 @@ class TableSums:
 
 @triton.jit
 def add_to(pointers, value, unit=None, mask=None):
-    """Add `value` atomically: in fp32, or to int64 sums as round(value * unit[0]); unit None: value is scaled."""
+    """Add `value` atomically: in fp32, or to int64 sums as round(value * unit[0]), or round(value) if unit is None."""
     if pointers.dtype.element_ty == tl.int64:
         if unit is not None:
             value *= tl.load(unit)

@@ -31,7 +31,7 @@ BUCKET_WIDTH = 0.301
 class RelativeBias(NamedTuple):
     """The bias tables, which all heads share, and the timestamps for the time bias.
 
-    `query_timestamps` differs from `timestamps` if the time of the next event, which is predicted, is known.
+    `query_timestamps` differs from `timestamps` if queries know the time of the event that they predict.
 
     Attributes:
         position: [N or more] floating point, indexed by distance in tokens; differentiable; None for no position bias.
@@ -214,7 +214,7 @@ class _LookUp(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum the values [...] of each index: the gradient of `_LookUp`, whose gradient is a look-up."""
+    """Sum the values [...] of each index, the gradient of `_LookUp`. The gradient of the sum is a look-up."""
 
     @staticmethod
     def forward(values, index, size, dtype):

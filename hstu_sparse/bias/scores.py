@@ -221,7 +221,7 @@ def narrow_bias(first, edges, time, steps, resident, streamed, origin, BY_QUERY:
     the tile. resident, origin, streamed: the offsets of the resident side, the first offset of the streamed side, and
     `relative_to_origin`.
     """
-    edge, value = load_next_four(steps), load_next_four(time)  # before the branches, which would wait for their loads
+    edge, value = load_next_four(steps), load_next_four(time)  # loads inside the branches would be waited for
     tile = first + (value[0] - first) * past_edge(relative_to_edge(resident, origin, edge[0], BY_QUERY), streamed)
     if edges > 1:
         tile += (value[1] - value[0]) * past_edge(relative_to_edge(resident, origin, edge[1], BY_QUERY), streamed)
@@ -240,10 +240,10 @@ def half_bias(
 
     bias: `KernelBias`, tile: `TileBias`. first_row, positions: the first token of the resident side, and its
     `bias_position` [RESIDENT, 1]. ahead: `prefetch_entry` of a narrow tile. IS_NEAR: the plan has the buckets of the
-    pairs. MASKED: the tile may be not narrow. BY_QUERY: queries are the resident side.
+    pairs. MASKED: the tile need not be narrow. BY_QUERY: queries are the resident side.
 
-    Returns (the biases; with time and IS_NEAR MASKED_BIAS for masked pairs, the pairs' time buckets if IS_NEAR or
-    MASKED, `prefetch_entry` of the next tile).
+    Returns (the biases, the pairs' time buckets if IS_NEAR or MASKED, `prefetch_entry` of the next tile). If IS_NEAR,
+    the time bias of masked pairs is MASKED_BIAS.
     """
     token = start + tl.arange(0, STREAMED)
     buckets = 0

@@ -124,7 +124,7 @@ _ADD_FOUR = tl.constexpr("""{
 def histogram_add(lane, bucket, value, scale, EXACT: tl.constexpr):
     """Add a tile of values to histogram[bucket]. EXACT: add the integers round(value * scale), otherwise fp32 values.
 
-    An atomic addition of fp32 is slow. Four neighbours with the same bucket, which most have, share one. lane:
+    An atomic addition of fp32 is slow. Four neighbours share one if they have the same bucket, as most do. lane:
     `histogram_lane`.
     """
     cell = lane + _ROW * bucket

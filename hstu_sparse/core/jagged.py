@@ -139,9 +139,9 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
 
 
 def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Compute weights [..., n, m] @ values [..., m, V], where weights are 0 where `hidden` (bool, broadcasts).
+    """Compute weights [..., n, m] @ values [..., m, V]. hidden: bool, broadcasts to weights, which are 0 there.
 
-    0 times NaN is NaN. If values are `readable`, non-finite values reach only the rows that are not hidden from them.
+    0 times NaN is NaN. If values are `readable`, a non-finite value reaches only the rows in which it is not hidden.
     """
     bmm = weights.dim() == values.dim() == 3 and weights.shape[0] == values.shape[0]
     out = torch.bmm(weights, values) if bmm else weights @ values  # see hstu_attention_reference
@@ -153,7 +153,7 @@ def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Te
 
 
 def longest_sequence(seq_offsets: torch.Tensor, bound: int) -> int:
-    """Return the length of the longest sequence, which waits for the device; `bound` if offsets are not `concrete`."""
+    """Return the length of the longest sequence; `bound` if offsets are not `concrete`. Waits for the device."""
     if not concrete(seq_offsets):
         return bound
     return int(seq_offsets.diff().max()) if len(seq_offsets) > 1 else 0

@@ -74,7 +74,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def on_device(device: torch.device):
-    """Make `device` the current CUDA device inside the context, on which kernels are launched."""
+    """Make `device` the current CUDA device, on which kernels are launched, inside the context."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
@@ -213,7 +213,7 @@ class _Kernel:
         self.compiled: dict[tuple, tuple] = {}  # key -> compiled kernel, its constants in the order of the signature
 
 
-# Indexed by a kernel's id: hashing a triton.jit function takes a lock and a string.
+# Indexed by a kernel's id: hashing a triton.jit function acquires a lock and builds a string.
 _kernels: dict[int, _Kernel] = {}
 
 
@@ -318,8 +318,8 @@ def _first_launch(kernel, grid: tuple[int, ...], arguments: tuple, settings: dic
     """Launch a kernel by Triton's dispatch; return the compiled kernel.
 
     Triton requests more than 48 KB of shared memory from the driver only if dynamic shared memory exceeds 48 KB. If
-    only the sum with the static shared memory of inline assembly does, the launch fails, and is repeated here after
-    this request.
+    it exceeds 48 KB only together with the static shared memory of inline assembly, the launch fails. This function
+    then makes the request and launches again.
     """
     try:
         return kernel[grid](*arguments, **settings)

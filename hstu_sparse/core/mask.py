@@ -24,7 +24,7 @@ from hstu_sparse.core.validation import INTEGER, check_bool, check_int, check_ta
 
 
 class Mask(NamedTuple):
-    """The options of the mask, as arguments of the public functions."""
+    """The options of the mask, which are arguments of the public functions."""
 
     num_targets: Tensor | None = None  # [B], m of each sequence
     num_context: Tensor | None = None  # [B], c of each sequence
@@ -59,7 +59,7 @@ MASK = (
 
 
 def check_mask(mask: Mask, seq_offsets: Tensor) -> Mask:
-    """Validate the options, and the values of `readable` tensors; return the mask without options without effect."""
+    """Validate the options, and the values of `readable` tensors; reset options that have no effect."""
     check_int("window_size", mask.window_size, 0)
     check_bool("context_sees_all", mask.context_sees_all)
     check_int("target_group_size", mask.target_group_size, 1, 2**31 - 1)
@@ -117,7 +117,7 @@ def visible_pairs(mask: Mask, token: Tensor, lengths: Tensor) -> tuple[Tensor, T
 def context_times(bias: RelativeBias, num_context: Tensor | None, seq_offsets: Tensor) -> RelativeBias:
     """Return the bias with the time of the first event as both timestamps of context tokens.
 
-    Without an event this is the time of the last token.
+    A sequence without events uses the time of its last token.
     """
     times, query_times = bias.timestamps, bias.query_timestamps
     if num_context is None or times is None or query_times is None:

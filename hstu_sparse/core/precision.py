@@ -5,7 +5,7 @@ intermediate value overflows unless the result does. fp32 and fp64 stay unchange
 
 `torch.autocast` has no effect inside an operator: every public function disables it (`without_autocast`). Linear layers
 before an operator may run under autocast and pass 16-bit inputs to it. Call backward outside of autocast, as torch's
-documentation requires: the parts of a reference that torch.autograd differentiates would use its setting.
+documentation requires: the parts of a reference that torch.autograd differentiates would run under autocast.
 """
 
 import functools

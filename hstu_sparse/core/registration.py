@@ -1,8 +1,8 @@
 """Register operators with kernels in torch: schemas, fakes, autograd.
 
 An `Operator` is registered with torch.library, so that torch.compile and opcheck support it. It has two launchers, for
-the forward and the backward pass. They run on the device of the tensors, which need not be the current one, and get
-contiguous metadata.
+the forward and the backward pass. They run on the device of the tensors, which need not be the current one. Integer
+and one-dimensional tensors are made contiguous for them.
 
 For a short kernel the call takes longer on the host than on the GPU. Calls in eager mode with plain tensors therefore
 bypass torch's dispatcher: an autograd.Function calls the launchers. All other calls (torch.compile, fake tensors,

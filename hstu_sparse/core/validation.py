@@ -162,7 +162,7 @@ def check_number(name: str, value: float, *, above: float = -math.inf, below: fl
 
 
 def check_plan(plan: object, kind: type, purpose: NamedTuple) -> None:
-    """Check that `plan` is of class `kind` and was made for `purpose`; batches are compared if both have a digest."""
+    """Check that `plan` is of class `kind` and made for `purpose`; compare batches if both purposes have a digest."""
     if not isinstance(plan, kind):
         raise TypeError(f"plan must be {kind.__name__} or None, got {type(plan).__name__}")
     planned: Any = plan.purpose  # type: ignore[attr-defined]  # every class of plans has a purpose

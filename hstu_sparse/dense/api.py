@@ -150,8 +150,9 @@ def attention_plan(
         q, v: tensors of one of the calls; only their shapes, dtype and device are used.
         seq_offsets, max_seq_len, num_targets, target_group_size, num_context: as for `hstu_attention`.
         context_sees_all, window_size, full_attention_prefix, bias: as for `hstu_attention`.
-        once: a function (key, compute) that calls compute() for the first call with a key and returns that result for
-            all calls with the key: `Batch.once`. The key has everything that the plan depends on except the batch.
+        once: a cache for one batch, such as `Batch.once` (data/batch.py). once(key, compute) returns the result of
+            compute(), which it calls only for a new key. The key has everything that the plan depends on except the
+            batch.
         backend: as for `hstu_attention`.
 
     Returns:

@@ -1,7 +1,7 @@
 """Define tile sizes, warps and pipeline stages of the kernels: fixed, so that no batch waits for tuning.
 
 Letters: D query/key head size, V value head size. Settings for sm_90 were measured on an H200 (docs/performance.md).
-Those for sm_80 fit its shared memory; all others fit the least of any later GPU, 99 KB (sm_86, 89 and 120).
+Those for sm_80 fit its shared memory; all others fit into 99 KB, the least of any later GPU (sm_86, 89 and 120).
 """
 
 from typing import NamedTuple
@@ -47,8 +47,8 @@ def fwd_config(f: Features) -> LaunchConfig:
     return LaunchConfig(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1 if wide else 2)
 
 
-# The least average sequence length for which `backend="auto"` chooses the kernels for Hopper: the shortest that was
-# measured, where they were faster (docs/dense.md).
+# The least average sequence length for which `backend="auto"` chooses the kernels for Hopper: they were faster at this
+# length, the shortest that was measured (docs/dense.md).
 HOPPER_MIN_LENGTH = 1024
 
 
@@ -71,7 +71,7 @@ def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int
 
     The choice depends only on shapes, so that both passes and a captured CUDA graph make the same one.
     """
-    # The number of tokens comes last: torch.compile guards a graph by every comparison made.
+    # Compare the number of tokens last: torch.compile adds a guard for every comparison that is made.
     supported = not biased and hopper_supports(q, v) and hopper_available(q.device)
     return supported and q.shape[0] >= HOPPER_MIN_LENGTH * num_seqs
 
@@ -104,8 +104,8 @@ def hopper_dkv_config(f: Features) -> LaunchConfig:
 def bwd_dq_config(f: Features) -> LaunchConfig:
     """Return the settings of the kernel of dq and the bias tables' gradients. HOLD: keep q and do in registers.
 
-    No two threads may hold the same score of a tile, or the sums of the tables' gradients would count it twice. Four
-    warps of TF32 products hold 16 x 8 scores each, side by side if a tile is wider than high.
+    No two threads may hold the same score of a tile, or the sums of the tables' gradients would count it twice. In
+    TF32 products each of four warps holds 16 x 8 scores; if a tile is wider than high, warps lie side by side.
     """
     wide, both = max(f.pad_d, f.pad_v) > 128, f.pad_d + f.pad_v
     if f.dtype == torch.float32:

@@ -51,8 +51,8 @@ MAX_TILES = tl.constexpr(2**24 - 1)
 class Kind(NamedTuple):
     """The constants that a kernel is compiled for, besides the sizes of its tiles, as one constexpr.
 
-    D_OUT and V_OUT: the sizes of heads in the results; D and V: in memory; PAD_D and PAD_V: in tiles. EXTENSION:
-    further options of the mask, or None.
+    D_OUT and V_OUT: the sizes of heads in the results; D and V: in the inputs, which `as_rows` may have padded; PAD_D
+    and PAD_V: in tiles. EXTENSION: further options of the mask, or None.
     """
 
     H: int
@@ -125,7 +125,7 @@ def query_tile_bias(
 
     Loop i covers the keys bounds[i] .. bounds[i + 1]: 0 the prefix, 1 invisible keys, 2 the window's begin, 3 keys that
     need no mask, 4 wide blocks, 5 the last blocks. With a time bias loop 3 has narrow blocks and loop 5 the near ones
-    (see `TileMap`); without one loop 4 is empty.
+    (see `TileMap`); without a time bias, loop 4 is empty.
     """
     EXTENSION: tl.constexpr = kind.EXTENSION
     first, full, diagonal, end = key_ranges(

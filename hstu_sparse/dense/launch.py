@@ -123,7 +123,7 @@ class _Launch:
     ) -> None:
         """Launch a kernel for Hopper.
 
-        blocks: for each of `sources` M or N, the rows of its tensor descriptor: BLOCK_M or BLOCK_N.
+        blocks: a letter for each of `sources`: M if its tensor descriptor has BLOCK_M rows, N if it has BLOCK_N.
         """
         from hstu_sparse.dense.hopper.tiles import descriptor
 
@@ -171,7 +171,7 @@ class _Launch:
             self.run(kernels.dense_attention_bwd_dkv_kernel, plan.dkv, arguments, halves, configs.bwd_dkv_config)
 
         purpose, config, sums = plan.purpose, configs.bwd_dq_config(self.features), self._sums(do)
-        # A bound of the terms, of 21 bits before the shift, that are added to a cell of the time bias's histogram.
+        # The most terms that a cell of the time bias's histogram may get; before the shift a term has 21 bits.
         terms = config.BLOCK_M * (min(purpose.max_seq_len, purpose.total) + config.BLOCK_N) // 32
         time_shift = max(0, terms.bit_length() - 10)
         constants = dict(TABLE=self.tables.masked, COPIES=_COPIES)

@@ -168,8 +168,8 @@ class Tiling(NamedTuple):
 class TileMap(NamedTuple):
     """The plan of one tiling. tiles/rows.py explains slots.
 
-    schedule  [slots, 2] int32: (sequence, tile) in the order in which programs start: the longest sequences first, and
-              of a sequence the tile with the most work first. Unused entries follow, (-1, *): their programs return
+    schedule  [slots, 2] int32: (sequence, tile) in the order in which programs start: the longest sequences first,
+              and in a sequence the tile with the most work first. Unused entries follow, (-1, *): their programs return
     entries   [slots * row] int16 for each slot and each block that needs no mask: 8 * lowest bucket + number of bucket
               edges if tile and block are narrow, else -1. Two more -1 follow, since kernels read ahead. Narrow: no key
               is later than a query, the time differences include at most MAX_EDGES edges, and the block spans less

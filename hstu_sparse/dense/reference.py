@@ -58,7 +58,7 @@ def hstu_attention_reference(
 
 
 def _groups(offsets: list[int]) -> tuple[list[list[int]], list[int]]:
-    """Return (groups of sequences whose lengths differ by a factor of 1.3 at most, to limit padding; token order)."""
+    """Return (groups of sequences of similar lengths, to limit padding; the indices of their tokens, in order)."""
     lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
     groups: list[list[int]] = []
     for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
@@ -71,7 +71,7 @@ def _groups(offsets: list[int]) -> tuple[list[list[int]], list[int]]:
 
 
 def _attend(q, k, v, begins, lengths, scale, normalizer, mask, bias):
-    """Return the outputs, end to end, of the sequences at `begins` with these `lengths`, padded to the longest.
+    """Pad the sequences at `begins` with these `lengths` to the longest, and return their outputs without padding.
 
     begins: None for a batch of one sequence, whose length [] and the mask's numbers [] have no dimension.
     """

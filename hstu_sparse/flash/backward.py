@@ -42,7 +42,7 @@ def flash_attention_bwd_rows_kernel(
 
 @triton.jit
 def row_width(num_pieces, total):
-    """Return the number of entries of a head in `rows`, whose slots of ROW_BLOCK queries are those of `locate`."""
+    """Return the number of entries of a head in `rows`: slots (see tiles/rows.py) of ROW_BLOCK queries."""
     return (tl.cast(total, tl.int64) // forward.ROW_BLOCK + num_pieces) * forward.ROW_BLOCK
 
 

@@ -4,9 +4,9 @@ The extra `cute` installs it (flash-attn-4 and nvidia-cutlass-dsl); the first ca
 kernel in the first call with a new dtype, pair of head sizes, kind of mask or number of heads that share keys, which
 takes seconds.
 
-Its backward pass adds up dq, and dk and dv if heads share keys, in memory. The calls here use its deterministic form,
-in which each tile waits until the previous one has been added, so that gradients have the same bits in every run. This
-needs a counter of 4 bytes for each sequence, each head and each tile of 64 tokens of the whole batch.
+The backward pass of FlashAttention-4 sums dq in memory, and also dk and dv if heads share keys. The calls here use its
+deterministic form: each tile waits until the previous one has been added, so that gradients have the same bits in every
+run. This needs a counter of 4 bytes for each sequence, each head and each tile of 64 tokens of the whole batch.
 
 Letters: T, S tokens of queries and of keys, B sequences, H heads of queries, Hkv of keys and values, D query/key and V
 value head size.
@@ -97,7 +97,7 @@ def check_available(op: str, device: torch.device) -> None:
 
 
 def faster_with_cute(q: torch.Tensor, value_size: int, size: tuple, options: Options) -> bool:
-    """Return whether "auto" chooses FlashAttention-4: installed, supports the call, and was measured to be faster.
+    """Return whether "auto" chooses FlashAttention-4: it is installed, supports the call and was measured to be faster.
 
     Args:
         q: [T, H, D].

@@ -28,9 +28,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # If all scores (in units of log2) are at most this far from 0, the softmax needs no maximum: weights and their sums,
 # 2^-80 to 2^80 times the number of keys, are far from the limits of fp32 and bf16.
 SCORE_BOUND = tl.constexpr(80.0)
-# Queries of a slot of `rows` (see `flash_attention_bwd_rows_kernel`): at least those of a tile.
+# The number of queries in a slot of `rows` (see `flash_attention_bwd_rows_kernel`): at least that of a tile.
 ROW_BLOCK = tl.constexpr(128)
-# Tiles of one head that start before the next head's; the number of tiles is rounded up to a multiple of it.
+# The number of tiles of one head that start before those of the next head; a head's tiles are padded to a multiple.
 TOGETHER = tl.constexpr(2 if INTERPRET else 32)
 
 
@@ -374,7 +374,7 @@ def flash_attention_fwd_kernel(
     if ADD:
         other_lse = tl.load(lse, first_row + m < length, float("-inf")) * LOG2_E
         before += (begin + first_row) * (H * V_OUT) + head * V_OUT
-        # That output was divided by 1 - dropout.
+        # `before` was divided by 1 - dropout.
         acc = tl.load(before + m[:, None] * (H * V_OUT) + e[None, :], inside, 0.0) * (1.0 - call.dropout)
     bounded = False
     if key_norms is not None:
@@ -382,7 +382,7 @@ def flash_attention_fwd_kernel(
         norm = tl.max(tl.sum(query.to(tl.float32) * query.to(tl.float32), 1))
         bounded = norm * tl.load(key_norms + head // GROUP) * (call.scale * call.scale) <= SCORE_BOUND * SCORE_BOUND
         if ADD:
-            # The sum over the other keys must not underflow with a maximum of 0, either.
+            # Nor may the sum over the other keys underflow, with 0 as the maximum.
             bounded = bounded & (tl.min(tl.where(other_lse > float("-inf"), other_lse, 0.0)) >= -SCORE_BOUND)
     if bounded:
         acc, row_max, row_sum = _attend_all(

@@ -27,12 +27,12 @@ from hstu_sparse.flash.reference import Layout, Options, empty_results
 from hstu_sparse.tiles.ranges import Extension
 from hstu_sparse.tiles.rows import Rows, as_rows
 
-# Tokens of a batch from which `uses_score_bounds` saves more than its launch costs.
+# The number of tokens from which on a bound of the scores (`uses_score_bounds`) saves more time than it takes.
 MANY_TOKENS = 2**15
 
 
 def _has_large_shared_memory(arch: int) -> bool:
-    """Return whether a program has more than 200 KB of shared memory, and products that profit from large tiles."""
+    """Return whether a program has over 200 KB of shared memory, and its matrix products are faster in large tiles."""
     return 90 <= arch < 120
 
 

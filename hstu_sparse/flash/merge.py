@@ -51,7 +51,7 @@ def merge(
 
     Args:
         first_out, second_out, out: rows of last stride 1; out may be first_out.
-        lse: [H, T] fp32, contiguous: the log-sum-exp of first_out, which that of out replaces.
+        lse: [H, T] fp32, contiguous: initially the log-sum-exp of first_out, finally that of out.
         second_lse: the log-sum-exp of second_out; -inf for rows that saw no key.
     """
     total, heads, size = first_out.shape

@@ -113,7 +113,7 @@ def backward_step(grad, q, k, v, layout: Layout, options: Options, lse, delta, d
 
 
 class _Block:
-    """Pair the queries and keys of each sequence, padded; heads that share keys are stacked.
+    """The padded queries and keys of each sequence; query heads that share keys are stacked.
 
     q: [B, Hkv, G*n, D], k: [B, Hkv, m, D], v: [B, Hkv, m, V] with G = H / Hkv; dropout: [B, Hkv, G*n, m] or None.
     """

@@ -69,7 +69,7 @@ def find_sequence(b, seq_offsets, num_targets, window_size, num_context=None):
 
 @triton.jit
 def token_position(t, sequence, HAS_TARGETS: tl.constexpr, extension: tl.constexpr = None):
-    """Return a token's position up to a constant of the sequence: the index of an event is its position."""
+    """Return a token's position plus a constant of the sequence, so that the result for an event is its index."""
     history = sequence.history
     if HAS_TARGETS:
         first = t
@@ -95,7 +95,7 @@ def prefix_tokens(sequence, extension: tl.constexpr):
 
 @triton.jit
 def context_rows(first_key, sequence, BLOCK_M: tl.constexpr, extension: tl.constexpr):
-    """Return the end, a multiple of BLOCK_M, of the context queries that see `first_key` by SEES_ALL; 0 for none."""
+    """Return the end of the context queries, rounded up to BLOCK_M, if SEES_ALL lets them see `first_key`; else 0."""
     rows = sequence.length * 0
     if has_context(extension):  # noqa: SIM102
         if extension.SEES_ALL:
@@ -153,7 +153,7 @@ def key_ranges(
         diagonal = tl.maximum(diagonal, begin)
         full = tl.minimum(tl.maximum(full, begin), diagonal)
     if has_context(extension):
-        # Most queries see whole blocks of context, but loops without a mask take indices as positions.
+        # Blocks of context need the mask: without it, loops would use the indices of context tokens as positions.
         full = tl.maximum(full, (sequence.context + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
         full = tl.minimum(full, diagonal)
         seen = history if extension.SEES_ALL else sequence.context

@@ -111,7 +111,7 @@ def locate(offsets, slot, B, SIZE):
 
 @triton.jit
 def head_and_slot(number, slots, H, together):
-    """Return (head, slot) of a number: `together` slots of the first head, of the second, ..., then the next slots."""
+    """Return (head, slot) of a number. Numbers cover the first `together` slots head by head, then the next, ..."""
     chunk = number // (together * H)
     in_chunk = number - chunk * (together * H)
     size = tl.minimum(together, slots - chunk * together)
@@ -162,7 +162,7 @@ def load_rows(base, rows, stride, mask, SIZE: tl.constexpr, PADDED: tl.constexpr
 
 @triton.jit
 def gather_rows(base, rows, stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Load rows like `load_rows`, if all rows exist."""
+    """Load rows as `load_rows` does, but without a mask: all rows must exist."""
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None].to(tl.int64) * stride + columns[None, :]
     if SIZE == PADDED:
@@ -188,7 +188,7 @@ def load_tile(base, rows, stride, mask, row, column, SIZE: tl.constexpr, PADDED:
 def block_source(base, stride, length, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
     """Return the source from which `load_block` reads blocks of BLOCK rows: `base`, or its tensor descriptor."""
     if TMA:
-        # A descriptor has at least one row, also that of an empty matrix.
+        # A descriptor must have at least one row, even if the matrix is empty.
         return tl.make_tensor_descriptor(base, [tl.maximum(length, 1), SIZE], [stride, 1], [BLOCK, WIDTH])
     else:
         return base
@@ -271,7 +271,7 @@ def in_registers(x, HOLD: tl.constexpr):
         return x
 
 
-# Tensors of a launch of `pad_heads_kernel`, and rows of a program.
+# The number of tensors for each launch of `pad_heads_kernel`, and of rows for each of its programs.
 _MAX_TENSORS, _ROWS = 4, 32
 
 
@@ -354,7 +354,7 @@ def _padded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @triton.jit
 def finite_or_zero(row_max):
-    """Return row_max, with 0 in place of -inf, from which subtracting -inf would give NaN."""
+    """Return row_max with -inf replaced by 0, since -inf minus -inf is NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 

@@ -312,7 +312,7 @@ def dk_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl.
 
 @gluon.jit
 def dv_or_dk_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind: gl.constexpr, WHICH: gl.constexpr):
-    """Compute dv of a tile of 64 keys in the first group, dk in the second: the sums of both exceed its registers."""
+    """Compute dv of a tile of 64 keys in the first group, dk in the second: one group cannot hold both sums."""
     if WHICH == 0:
         return dv_tile(tile, block, output, rows, slot, ring, stage, phase, turn, kind)
     else:

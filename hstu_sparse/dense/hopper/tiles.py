@@ -74,7 +74,7 @@ class Kind(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile and its blocks, from the row `first` to the block at `last`; those in free .. masked need no mask."""
+    """A tile and its blocks, which begin at rows `first` to `last`. Those from `free` up to `masked` need no mask."""
 
     head: gl.tensor
     begin: gl.tensor  # the sequence's first token, int32
@@ -192,7 +192,7 @@ def copy_block(source, place, block, full, inside, copied, cleared, CLEAR: gl.co
     """Copy a block from the tensor at `place` to shared memory, and arrive at the barrier `full`.
 
     CLEAR: set rows from `inside` on, which belong to another sequence, to zero, since a weight of zero times an
-    infinity is NaN. copied: the barrier of that copy, used `cleared` times so far.
+    infinity is NaN. copied: the barrier of copies that need this, used `cleared` times so far.
     """
     BYTES: gl.constexpr = source.block_shape[0] * source.block_shape[1] * 2
     if CLEAR and inside < source.block_shape[0]:
@@ -215,7 +215,7 @@ def produce(rows, a, b, queue, ring, copied, batch, kind: gl.constexpr, CLEAR_A:
 
     rows: (tensor descriptor, stride of its heads, shared memory [TILES, TILE, D]) of the tensors whose rows a tile has;
     a, b: (tensor descriptor, stride of its heads) of those in the ring. copied: two barriers for `copy_block`.
-    CLEAR_A, CLEAR_B: whether to zero their rows past the sequence's end.
+    CLEAR_A, CLEAR_B: whether to zero the rows of a and of b past the sequence's end.
     """
     i = 0
     n = 0
@@ -329,7 +329,7 @@ def tanh_approx(x):
 
 @gluon.jit
 def rounded_pairs(x, DTYPE: gl.constexpr):
-    """Return fp32 [ROWS, COLUMNS] as int32 pairs of 16-bit numbers: in loops, single ones take a register each."""
+    """Return fp32 [ROWS, COLUMNS] as int32 pairs of 16-bit numbers: in a loop, each unpaired one takes a register."""
     low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     if DTYPE.is_bf16():
         return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], gl.int32, True, 1)
