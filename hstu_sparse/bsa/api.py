@@ -20,7 +20,7 @@ from hstu_sparse.core.validation import check_int, check_kernel, check_plan, che
 if TYPE_CHECKING:
     from hstu_sparse.bsa.plan import BlockPlan
 
-MAX_SIZE = 1 << 20  # of block_size and block_counts: the reference allocates as many slots for each block and query
+MAX_SIZE = 1 << 20  # the maximum of block_size and block_counts: the reference has tensors of these sizes
 
 
 @without_autocast
@@ -56,8 +56,8 @@ def bsa_attention(
     is its middle token. This also holds for the choice below.
 
     The tokens r*g .. r*g + r - 1 of a sequence form a group, whose first token chooses for all of them. For each head
-    it chooses its own block, and of the complete blocks before that the S - 1 with the greatest
-    SiLU(scale * q.kbar_j); of equal ones those with smaller j. The choice has no gradient.
+    this token chooses its block and, among the complete blocks before it, the S - 1 with the greatest
+    SiLU(scale * q.kbar_j). Ties go to the smaller j. The choice has no gradient.
 
     Args:
         q, k: [T, H, D], v: [T, H, V]; float16, bfloat16 or float32 (the reference also takes float64), one dtype.
@@ -159,8 +159,9 @@ def bsa_plan(
     Args:
         q: [T, H, D], the tensor of one of the calls; only its shape and device are used.
         seq_offsets, max_seq_len, block_size, bias: as for `bsa_attention`; the tables' values are not read.
-        once: a function (key, compute) that calls compute() for the first call with a key and returns that result for
-            all calls with the key: `Batch.once`. The key has everything that the plan depends on except the batch.
+        once: a cache for one batch, such as `Batch.once` (data/batch.py). once(key, compute) returns the result of
+            compute(), which it calls only for a new key. The key has everything that the plan depends on except the
+            batch.
         backend: as for `bsa_attention`.
 
     Returns:

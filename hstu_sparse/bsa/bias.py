@@ -41,12 +41,12 @@ from hstu_sparse.tiles.rows import Rows
 
 _HISTOGRAM_ROWS = tl.constexpr(sums.HISTOGRAM_ROWS)
 # The number of zeros on both sides of the halved position table, which masked pairs read: a tile may have mean keys of
-# up to 128 blocks of 128 tokens in the future.
+# up to 128 blocks of 128 tokens after its queries.
 MARGIN = 128 * 128 + 256
 # Copies of the tables' gradients, so that programs do not contend. The stride between copies of the position table's
-# gradient is one cell less than a multiple of POSITION_COPIES. So for any first cell of a row of distances, there is a
-# copy in which its index is such a multiple, and four neighbours are added at once. Consecutive queries use every
-# fourth copy.
+# gradient is one cell less than a multiple of POSITION_COPIES. So every cell has an index that is such a multiple in
+# one copy. A query uses the copy in which this holds for its first cell, so that four neighbours are
+# added at once. Consecutive queries use every fourth copy.
 POSITION_COPIES, TIME_COPIES = tl.constexpr(16), tl.constexpr(64)
 
 
@@ -147,8 +147,8 @@ def _edge_sides(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
 def open_gradients(tables, time_shift, SUMS: tl.constexpr):
     """Return (`Gradients`, histogram) for a program of consecutive queries.
 
-    SUMS: sum integers in shared memory first, of 21 bits, in the time table's histogram of `time_shift` bits less. The
-    sums are added to memory in fp32.
+    SUMS: first sum in shared memory integers of 21 bits, in the time table's histogram of 21 - `time_shift` bits. Then
+    add the sums to memory in fp32.
     """
     ring, lane = 0, 0
     scale, time_scale = 1.0, 1.0
@@ -196,7 +196,7 @@ def add_position_tile(gradients, ds, queries, keys, length, SUMS: tl.constexpr):
     BM: tl.constexpr = ds.shape[0]
     BN: tl.constexpr = ds.shape[1]
     if SUMS:
-        # The tile's diagonals are written to memory at once: the next block may lie anywhere.
+        # The tile's diagonals are added to memory immediately: the next block may lie anywhere.
         tl.static_assert(BM + BN - 1 <= 128)
         cell = sums.ring_lane(gradients.ring) + 4 * (BN - 1)
         sums.ring_add(cell + 4 * (tl.arange(0, BM)[:, None] - tl.arange(0, BN)[None, :]), ds, gradients.scale)

@@ -1,8 +1,8 @@
 """Define key-major kernels: a program has a block of keys and iterates over the queries that chose it, or that see it.
 
-blocks.py inverts the choice: it makes a list for each head and block slot (`head_slot_number`), of the first tokens of
-the groups that chose the block. A list is processed in chunks, so that a block chosen by nearly all queries does not
-delay the others. Listed blocks are complete and in the past, so that their tiles need no mask.
+blocks.py inverts the choice: for each head and block slot (`head_slot_number`) it lists the first tokens of the groups
+that chose the block. A list is processed in chunks, so that a block chosen by nearly all queries does not delay the
+others. Listed blocks are complete and in the past, so that their tiles need no mask.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per group, R tokens per group, NB block slots, BM queries and BN keys of a tile.
@@ -73,7 +73,8 @@ def find_listed_block(
 def listed_queries(lists, block, row, R: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """Return BM queries from row `row` of a list on: (the side of a tile, the mask of valid ones, their entries).
 
-    Consecutive queries have one entry for all, others [BM]. Rows past the list's end get indices after the block.
+    The entries are one number if the queries are of one group, otherwise [BM]. Rows past the list's end get indices
+    after the block.
     """
     entries = 0
     if R >= BM:

@@ -75,7 +75,7 @@ class Call(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """Gradients of mean keys and values [NB, H, ..], of keys and values [T, H, ..], parts [.., BS, D + V] fp32."""
+    """Gradients of mean keys and values [NB, H, ..], keys and values [T, H, ..]; partial sums [.., BS, D + V] fp32."""
 
     dkbar: Any
     dvbar: Any
@@ -113,7 +113,7 @@ def tile_config(
     """
     small = 64 if dtype.itemsize * head <= 256 else 32 if dtype.itemsize * head <= 512 else 16
     if dtype == torch.float32 and arch != 90:
-        # Hopper's matrix instructions read fp32 from shared memory; elsewhere the parts of each number take registers.
+        # Hopper's matrix instructions read fp32 from shared memory; elsewhere the split numbers take registers.
         small = min(small, 32)
     query_major = group >= QUERY_MAJOR
     query = min(group, small) if query_major else small
@@ -225,7 +225,7 @@ class Problem:
         return self.T // size + self.B
 
     def together(self, size: int, slots: int) -> int:
-        """Return how many slots, about a sequence's, one head processes before the next head, to reuse the L2 cache."""
+        """Return how many slots (about a sequence's) a head processes before the next head, to reuse the L2 cache."""
         return min(slots, self.max_seq_len // size + 1)
 
     def tiles_together(self, size: int, slots: int) -> int:

@@ -25,7 +25,7 @@ from hstu_sparse.core.registration import register_preparation
 from hstu_sparse.tiles.assembly import proven
 from hstu_sparse.tiles.rows import locate
 
-# Queries of a plan's tile; BS if blocks are longer, so that no group of queries lies in two tiles.
+# The number of queries in a tile of the plan; BS if blocks are longer, so that no group of queries lies in two tiles.
 MIN_TILE = tl.constexpr(64)
 # Blocks that a program processes at a time.
 _CHUNK = 16
@@ -66,7 +66,7 @@ class BlockPlan(NamedTuple):
 
     @staticmethod
     def from_flat(tensors: list[Any]) -> tuple[TokenTimes | None, TokenTimes | None, Any]:
-        """Return the times of keys and queries and the entries of what `flat` returned."""
+        """Invert `flat`: return the times of keys, the times of queries and the entries."""
         return (TokenTimes(*tensors[:2]), TokenTimes(*tensors[2:4]), tensors[4]) if tensors else (None, None, None)
 
 

@@ -11,11 +11,11 @@ cmp, slc and swa are the branches' names in the paper (arXiv 2502.11089): compre
 SiLU has no normaliser, so a branch is its gate times a plain sum, and the branches add up in one accumulator. Scores
 are computed halved, from halved tables: SiLU(2x) = x tanh(x) + x. docs/bsa_kernel.md explains the forward kernel.
 
-Two forms are for the compiler (Triton 3.6, ptxas 12.8). Each loop that adds to an accumulator is inside an `if`, and no
+Two details help the compiler (Triton 3.6, ptxas 12.8). Each loop that adds to an accumulator is inside an `if`, and no
 `if` is around the accumulation itself: if ptxas sees a path on which other instructions may have set the accumulator,
-it waits for each instruction of the tensor cores (its warning C7515). And a chosen block's index is one number a step:
-in a vector `index * BS + place % BS` Triton 3.6 assumes, once the loop is pipelined, that every element is divisible by
-BS, and then uses the mask of a thread's first query for all its queries.
+it waits for each instruction of the tensor cores (its warning C7515). And each step loads the index of one chosen block
+instead of a vector: in a pipelined loop, Triton 3.6 assumes that every element of a vector `index * BS + place % BS` is
+divisible by BS, and uses the mask of a thread's first query for all its queries.
 """
 
 from typing import NamedTuple
@@ -103,8 +103,8 @@ def means(tile, j, c, known, BS: tl.constexpr):
 def chosen_block(chosen, place, e, BN: tl.constexpr, BS: tl.constexpr, ASM: tl.constexpr):
     """Return (position of the first key, entry) of the chosen keys e .. e + BN - 1, which lie in one block.
 
-    place: the index of the queries' first choice in `chosen`. It is not read by tl.load, which Triton would route
-    through shared memory, delaying everything that depends on it by the time of one load.
+    place: the index of the queries' first choice in `chosen`. The choice is not read by tl.load, which Triton would
+    route through shared memory: everything that depends on it would be delayed by the time of one load.
     """
     at = tl.cast(e // BS, tl.int64)
     first = tl.multiple_of(look_up(chosen.indices + place, at, ASM) * BS + e % BS, BN)

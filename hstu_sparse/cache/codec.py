@@ -283,7 +283,7 @@ def largest_mask(x, KEPT: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def butterfly(x, BLOCKS: tl.constexpr, STRIDE: tl.constexpr):
-    """Apply the unscaled Hadamard transform across the blocks b, b + STRIDE, ... of a tuple, BLOCKS of each."""
+    """Apply the unscaled Hadamard transform across sets of BLOCKS blocks of a tuple, STRIDE apart."""
     for stage in tl.static_range(10):
         if 1 << stage < BLOCKS:
             y = ()

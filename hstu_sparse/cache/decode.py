@@ -20,7 +20,7 @@ def matrix_block(
 
     order: the inverse permutation of the channels; without it, the sign of the whole block is left out. DTYPE: a 16-bit
     type. The numbers are built from bits, since ptxas 12.8 miscompiles a conversion in kernels that spill 4 KB a
-    thread: it reloads a pair of numbers before both are stored (`ahead.early_reloads`).
+    thread: it reloads a pair of numbers before both are stored (`early_reloads` in tools/ahead.py).
     """
     row = tl.arange(0, BW)
     column = tl.arange(0, PAD)
@@ -178,7 +178,7 @@ def rotatekv_decompress_kernel(
     seq_offsets, pages, inverse_order, source, k, v, B, P, S, scale,
     FORM: tl.constexpr, OFFSET: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Restore R tokens of one head group: OUT blocks of k [T, H, D], and in the first of their programs v [T, H, V].
+    """Restore R tokens of one head group: OUT blocks of k [T, H, D]; the program of the first ones also v [T, H, V].
 
     source: `Pages`; pages: [B, P], the page table.
     """

@@ -9,8 +9,9 @@ of the group's token m // G. The group's choices are in the table of `choice.py`
 candidates, except at layer 0, where token i of the group has i more than the first.
 
 RoPE rotates the key of candidate c to position c. `pooling.py` has already rotated it by c % PERIOD; the rest,
-c // PERIOD * PERIOD, is done here. With BY_TILE, where a tile of BN candidates lies within PERIOD neighbours, the rows
-are rotated back by the tile's c0 instead, since scores depend only on differences of positions: less work for few rows.
+c // PERIOD * PERIOD, is done here. Scores depend only on differences of positions. With BY_TILE (a tile of BN
+candidates lies within PERIOD neighbours) the rows are therefore rotated back by the tile's first candidate, c0,
+instead: less work for few rows.
 The queries are rotated to their positions once in each layer.
 
 The backward pass visits the same layers. With s_c the score in natural units, p_c = exp(s_c - lse) and o the output,
@@ -36,7 +37,7 @@ class Group(NamedTuple):
 
     b, start, length  the sequence, its first token, its length
     t                 position of the group's first token
-    i                 [BM] the rows' tokens, counted from that one
+    i                 [BM] the rows' tokens, counted from the group's first token
     live              [BM] the mask of valid rows
     most              the greatest i of a live row
     token, head       [BM] the rows' tokens in the batch and their query heads

@@ -2,8 +2,8 @@
 
 Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, R tokens of a group, D query/key
 and V value head size, r compression_rate (RATE), C a query's candidates in a layer. BG, BN: rows of heads and
-candidates of a tile; HALF = D / 2 channels, the first of RoPE's pairs, in a tile of BH. SORT_BLOCK sort keys
-and LIST_BLOCK chosen nodes are in registers at a time.
+candidates of a tile; HALF = D / 2: the first channel of each of RoPE's pairs is one half of a head, BH wide in a tile.
+SORT_BLOCK sort keys and LIST_BLOCK chosen nodes are in registers at a time.
 
 A group of R tokens chooses once. Group g of sequence b has the slot `offsets[b] // R + b + g` of T // R + B.
 `htree_choose_fwd_kernel` chooses for the first token of each group and fills a table [choices + 1, TOP_K + WORDS] with
@@ -12,9 +12,9 @@ candidate, set if it was chosen. The nodes of the last row are 0, 1, ..., the pa
 
 Candidate c is child c % r of parent c // r; all parents except the last have all their children. If a tile holds only
 SIBLINGS, children of one parent, its keys are already rotated to their positions in the tile (`pooling.py`). The query
-is then rotated by C - 1 - c0, since scores depend only on differences of positions. From tile to tile that changes by
-BN: 16-bit queries are rotated by this step in registers (STEPPED). Otherwise keys are stored rotated by c % r, and each
-tile of keys is rotated further by c // r * r.
+is then rotated by C - 1 - c0, since scores depend only on differences of positions. From tile to tile this position
+changes by BN: 16-bit queries are rotated by this step in registers (STEPPED). Without SIBLINGS keys are stored rotated
+by c % r, and each tile of keys is rotated further by c // r * r.
 
 The backward pass may compute the table again, with the same bits: whatever a compiler could contract to a fused
 multiply-add is written as one.

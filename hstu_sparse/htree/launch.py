@@ -8,7 +8,8 @@ Memory beyond inputs and outputs. Forward: the tree, which holds a copy of k and
 [T, Hq] fp32, the table of choices, 4 * top_k + M / 8 bytes for each group, key/value head and layer above the tokens,
 and a workspace for the concurrent programs that choose. Backward: the tree again, and gradients of all its nodes in
 fp32, or int64 in deterministic mode. q, k, v, the output and lse are saved for the backward pass, and a table of up to
-TABLE_BYTES. For a larger table, parts of the groups choose and attend at a time, and choose again in the backward pass.
+TABLE_BYTES. If the table is larger, one part of the groups after another chooses and attends, and chooses again in the
+backward pass.
 """
 
 import itertools
@@ -32,7 +33,7 @@ from hstu_sparse.htree.pooling import htree_pool_fwd_kernel, htree_push_bwd_kern
 from hstu_sparse.htree.reference import depth, rope_tables, tree_layers
 from hstu_sparse.tiles.rows import Rows, as_rows
 
-# Positions within a layer occupy the low bits of a key; the remaining bits of an importance must distinguish
+# Positions within a layer occupy the low bits of a sort key; the bits that are left for the importance must distinguish
 # candidates.
 MAX_CANDIDATES = 65536
 MAX_GROUP = 64
@@ -166,7 +167,7 @@ class Problem:
         return Nodes(keys, values, self.offsets, self.cos, self.sin)
 
     def choices(self, q: Tensor, keys: Tensor, saved: Tensor | None = None) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (first slot, number of slots, their table) of the parts that choose and attend at a time.
+        """Yield (first slot, number of slots, their table) for one part after another, which then chooses and attends.
 
         saved: the whole table, if the forward pass saved it.
         """

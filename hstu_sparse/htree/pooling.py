@@ -118,7 +118,7 @@ def htree_pool_fwd_kernel(
 
 @triton.jit
 def load_sum(pointers, inside, units, DONE: tl.constexpr, PLACE: tl.constexpr, FIXED: tl.constexpr):
-    """Load a gradient as fp32. With FIXED, int64 in memory: in units of 1 / units[PLACE], or, if DONE, fp32 bits."""
+    """Load a gradient as fp32. FIXED: it is an int64 multiple of 1 / units[PLACE], or, if DONE, the bits of an fp32."""
     value = tl.load(pointers, mask=inside, other=0)
     if FIXED:
         if DONE:

@@ -213,7 +213,7 @@ def sparse_attention(
     rows = choice_rows(seq_offsets, q.shape[0], selection_group)
     if k.dim() == 2 or selection_group > 1:
         return sparse_attention_jagged(q, k, v, indices, rows, *bias, scale, selection_group)[0]
-    # With one token per tile, each key head would multiply the rows of all heads.
+    # In one call, tiles of one token would multiply the rows of all heads by the keys of every key head.
     by_key_head = zip(q.unflatten(1, (k.shape[1], -1)).unbind(1), k.unbind(1), v.unbind(1))
     shared = (indices, rows, *bias, scale, selection_group)
     return torch.cat([sparse_attention_jagged(*heads, *shared)[0] for heads in by_key_head], 1)
@@ -244,7 +244,7 @@ def indexer_loss(
     Only the scores get a gradient, which is defined as (pi - p)/T, without eps.
 
     With selection_group > 1 p is the attention of a group's first token t0 over the group's choice only, and the mean
-    is over the groups that count: those with a choice whose t0 is valid. T is then their number.
+    is over the groups that have a choice and whose t0 is valid. T is then their number.
 
     Args:
         q: [T, H, D], k: [T, D] or [T, Hkv, D], indices: [G, K], seq_offsets, selection_group, scale, bias: as in

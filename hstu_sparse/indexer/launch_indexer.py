@@ -31,7 +31,7 @@ PER_WARP = 1024
 @configuration
 def sample_config(top_k: int) -> tuple[int, int]:
     """Return (capacity for candidates of a query, keys in a query's sample): see topk.py."""
-    # Capacity for the keys above a threshold from the sample of 65,536 keys, by several standard deviations.
+    # The number of 65,536 keys that reach the sample's threshold is several standard deviations below the capacity.
     return 1024 if top_k <= 192 else max(3 * top_k, top_k + 1024), 1024 if INTERPRET else 4096
 
 
@@ -83,7 +83,7 @@ class _Search:
         self.rows = self.slots * self.config.ROWS
 
     def queries(self) -> Tensor:
-        """Return (tokens, first tokens of their sequences, rows of the result) of each round's rows."""
+        """Return [3, rounds, rows]: tokens, first tokens of sequences, rows of the result. SCRATCH limits a round."""
         rounds = cdiv(self.all_slots, self.slots)
         queries = torch.empty(3, rounds, self.rows, dtype=torch.int64, device=self.offsets.device)
         number = dict(ROWS=self.config.ROWS, R=self.heads.R, num_warps=1)
@@ -99,7 +99,7 @@ class _Search:
         counts = torch.empty(self.rows, dtype=torch.int32, device=device)
         sizes = dict(heads=self.heads, ROWS=self.config.ROWS, SIZE=self.size)
         refill = sizes | dict(BJ=padded_head(self.J), BLOCK=self.block, num_warps=max(4, min(16, self.size // 512)))
-        # Most rows have far fewer candidates than the capacity, for which a program has more registers left.
+        # Two launches: most rows have far fewer candidates than the capacity, and programs then need fewer registers.
         parts = (0, self.size // 2), (self.size // 2 + 1, self.size)
         for tokens, begins, targets, first in zip(*self.queries(), range(0, self.all_slots, self.slots)):
             if capacity < self.tokens:

@@ -10,7 +10,7 @@ columns (padded to 16), so that the sums over heads and the maxima over keys sta
 units of log 2.
 
 If a gradient is needed, the forward pass writes pi - p, and the backward pass multiplies it in place by a factor for
-each row. If other ranks have more heads, the forward pass writes p, which is then averaged over the ranks.
+each row. If other ranks have further heads, the forward pass writes p, which is then averaged over the ranks.
 """
 
 from typing import NamedTuple

@@ -54,8 +54,8 @@ def paged_attention(
 
     With `num_context` the first tokens of a sequence are context, as in `hstu_attention`: they attend to one another
     only, all other tokens attend to them whatever the window, and they have the position before the first event. All
-    context tokens of a sequence must come in one call, as its first new tokens. For the results of `hstu_attention`,
-    give them the time of the first event.
+    context tokens of a sequence must come in one call, as its first new tokens. To get the results of
+    `hstu_attention`, give them the time of the first event.
 
     Args:
         q: [Tq, H, D], k: [Tq, H, D], v: [Tq, H, V]: the new tokens, fp32, bf16 or fp16 (the reference also fp64); the

@@ -35,7 +35,7 @@ from hstu_sparse.tiles.rows import in_registers, load_rows, locate, opaque, silu
 def candidate_bias_kernel(
     out, pages, lengths, num_context, timestamps, bias, P, PAGE: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write out [B, P * PAGE + 1] fp32: the bias of candidates and cached token s, at s = lengths[b] with themselves.
+    """Write out [B, P * PAGE + 1] fp32: the bias of candidates and cached token s, or, at lengths[b], with themselves.
 
     All candidates of a sequence have the same position and time, so that their bias depends on the key only. A look-up
     in the attention kernel would be repeated for every column of each thread (Triton 3.6, 3.7): 230 loads of 4 bytes in
@@ -439,7 +439,7 @@ def paged_attention_fwd_kernel(
                 block = tl.minimum(first_v + i, FORM.V_BLOCKS - 1)
                 codes, scale, zero = load_values(source, page_group, slot, inside, block, FORM, DTYPE, OFFSET)
                 if SCALED:
-                    # Codes are centred at 0, so that rounding the weights has the same effect as with values.
+                    # Centre the codes at 0, so that rounding the weights adds no more error than without codes.
                     value = (codes - (OFFSET + LEVELS / 2)).to(DTYPE)
                     used = (weights * scale[None, :]).to(DTYPE)
                     if SOFTMAX:

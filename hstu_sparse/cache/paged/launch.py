@@ -24,7 +24,7 @@ from hstu_sparse.core.validation import check_kernel
 from hstu_sparse.tiles.rows import Rows, as_rows
 
 BIAS_BLOCK = 256  # positions of a program of `candidate_bias_kernel`
-# The mean number of new tokens of a sequence from which on programs have 64 new tokens, and 128.
+# Programs have 64, or 128, new tokens if a sequence has at least this many on average.
 MIN_QUERIES_64, MIN_QUERIES_128 = 8, 48
 
 
@@ -42,7 +42,7 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, simple: bool
     if queries < MIN_QUERIES_64:
         big = width > 128 or dtype == torch.float32
         few = LaunchConfig(BQ=16, R=32 if big else 64, num_warps=4, num_stages=2, programs=3 if coded else 6)
-        return few.replace(maxnreg=168) if coded and not big else few  # with more registers, two programs would fit
+        return few.replace(maxnreg=168) if coded and not big else few  # with more registers only two programs fit
     if dtype == torch.float32:
         return LaunchConfig(BQ=32, R=32, num_warps=4, num_stages=1, programs=4)
     if width > 128:
@@ -84,7 +84,7 @@ def attend(
     """Return (out [Tq, H, V], log-sum-exp [Tq, H] or None) of attention of new tokens to cached ones.
 
     Args:
-        format: the format of the pages; without a page table, of a token.
+        format: the format of the pages; without a page table, each token is a page.
         longest: an upper bound of the number of cached tokens of a sequence.
     """
     q, (tokens, heads, _), V = new.q, new.q.shape, format.value_size

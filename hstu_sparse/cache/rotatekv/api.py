@@ -38,7 +38,7 @@ MAX_HADAMARD = 4096
 
 @without_autocast
 def hadamard_transform(x: Tensor, *, backend: str = "auto") -> Tensor:
-    """Multiply the last dimension by Sylvester's Hadamard matrix times n ** -0.5, which is its inverse.
+    """Multiply the last dimension by Sylvester's Hadamard matrix times n ** -0.5. Applying this twice restores x.
 
     Args:
         x: [..., n], fp16, bf16 or fp32 (the reference also fp64); n is a power of two, up to 4,096 for the kernel.
