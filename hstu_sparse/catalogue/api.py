@@ -52,7 +52,7 @@ def catalogue_loss(
     repeatedly. The loss of a token without valid negatives is 0.
 
     In Triton no tensor of size T x I is written. Forward saves vectors of sizes T and I, and for negatives [T, K] at
-    most their logits and the gradients of outputs up to factors. docs/catalogue_loss.md states the memory.
+    most their logits and the gradient of `out` without some factors. docs/catalogue_loss.md states the memory.
 
     Gradients are deterministic, except that of items with negatives [T, K]: the kernel adds atomically, unless I is
     small compared to K * E, items has over 2^28 numbers, or torch.are_deterministic_algorithms_enabled().

@@ -29,7 +29,7 @@ BOUND = 60.0
 SPLIT_BYTES = 48 * 2**20
 # The maximum number of bytes of an fp32 table for atomic additions.
 ATOMIC_BYTES = 2**30
-# The maximum number of items whose norms are computed before tokens gather rows; more norms than rows would be wasted.
+# Up to this many items, all norms are computed before tokens gather rows. With more, most norms would be unused.
 FEW_ITEMS = 2**16
 # The number of elements of a tile in the kernels of rows.py.
 ROW_TILE = 2048
@@ -37,7 +37,7 @@ CHUNK, PIECE = 32, 1024
 # The negatives of a block are padded to a multiple of this, so that no tile has negatives of two blocks.
 DRAWN_TILE = 64
 
-# Tile sizes and options of the products by dtype and padded E. programs: for each multiprocessor, to choose splits.
+# Tile sizes and options of the products by dtype and padded E. Splits are chosen for `programs` on a multiprocessor.
 _OPTIONS = dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2, TMA=True, REGISTERS=False, programs=2)
 _NARROW = LaunchConfig(**_OPTIONS | dict(BLOCK_M=128, num_stages=3))
 _WIDE = LaunchConfig(**_OPTIONS)
@@ -82,7 +82,7 @@ def _fitting(config: LaunchConfig, row_bytes: int, limit: int) -> LaunchConfig:
 
 
 def chunk_width(size: int) -> int:
-    """Return the width of a chunk: for E up to 64 E padded, otherwise 64 or 128, whichever needs less padding."""
+    """Return the width of a chunk: E padded if E is at most 64, otherwise 64 or 128, whichever needs less padding."""
     if size <= 64:
         return max(16, next_power_of_2(size))
     return 64 if cdiv(size, 64) % 2 else 128

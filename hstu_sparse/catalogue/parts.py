@@ -143,7 +143,7 @@ class _Reference(torch.autograd.Function):
 
 
 class _Kernels(torch.autograd.Function):
-    """Compute the loss by the kernels for a whole catalogue. Targets in other parts are no items here (hits: -1)."""
+    """Compute the loss by the kernels for a whole catalogue. For a target in another part, `hits` is -1."""
 
     @staticmethod
     def forward(

@@ -6,7 +6,7 @@ streamed tile.
 A program has a resident tile of outputs (forward, dout) or of items (ditems) and loops over tiles of the other matrix,
 so that sums have a fixed order. If there are too few tiles to fill the GPU, several programs (`splits`) share a tile;
 the kernels of rows.py merge their log-sum-exps or fp32 gradients. Tiles are tuples of chunks of BLOCK_E columns, since
-the end of a gradient then needs fewer registers.
+the last step of a gradient (rows.py) then needs fewer registers.
 
 Logits are in base 2: <out_t, items_i> * row_scale[t] * item_scale[i] with row_scale[t] = log2(e) / (temperature *
 |out_t|) and item_scale[i] = 1 / |items_i| (norms 1 without `normalize`). They are scaled after the product, so that

@@ -1,4 +1,4 @@
-"""Define the kernels that read outputs or items once: scales, losses, the end of the gradients.
+"""Define the kernels that read outputs or items once: scales, losses, the last step of the gradients.
 
 Letters: T tokens, I items, E embedding size, R rows of either matrix; m: rows of a program's tile.
 

@@ -2,8 +2,8 @@
 
 Letters: T tokens, I items, E embedding size, K negatives. Logits are in base 2, as in products.py.
 
-Forward (sampled.py) sums the gathered rows with an online softmax, which is the gradient of the output up to factors,
-and saves the logits [T, K].
+Forward (sampled.py) sums the gathered rows with an online softmax and saves the logits [T, K]. This sum is the gradient
+of the output up to factors.
 
 In backward, adding K rows of E numbers for each token would move more data than a matrix product. Instead a kernel
 writes the gradients of the logits as rows [R, I], 0 except for drawn items, for some thousand tokens at a time, and

@@ -42,7 +42,7 @@ def norm_gate(
     The norm is over C, without affine parameters. In Triton, forward and backward are one kernel each. Only x, u and
     the seed are saved; backward recomputes mean, scale and mask.
 
-    Dropout keeps element (t, c) with probability 1 - dropout and divides it by that. In Triton the mask depends on
+    Dropout keeps element (t, c) with probability p = 1 - dropout and divides it by p. In Triton the mask depends on
     (seed, t, c) only (Philox 4x32, 10 rounds): use another seed for every layer and step. The reference ignores `seed`
     and draws another mask from torch's default generator.
 

@@ -178,7 +178,7 @@ _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def ring_backward(ring: Ring, tensors: Sequence[torch.Tensor], sizes: Sequence[int], add_dq, compute_dkv):
     """Run the backward pass of a ring: in each of W steps, dq, dk and dv of a block.
 
-    Transfers overlap with the computation of dq: of the next block in step 0, of the block's gradients in later steps.
+    While dq is computed, data are transferred: the next block in step 0, the block's gradients in later steps.
 
     Args:
         ring: the ranks.

@@ -118,7 +118,7 @@ class Call(NamedTuple):
     backend: str
 
     def block(self, source: int, bias: RelativeBias, q_positions, k_positions, k_times=None) -> Block:
-        """Return the block of the keys of rank `source`. k_positions, k_times: theirs; k_times with a time bias."""
+        """Return the block of the keys of rank `source`, with their positions and, for a time bias, their times."""
         offsets = self.plan.sequences[self.plan.rank], self.plan.sequences[source]
         bias = bias._replace(timestamps=k_times)
         return Block(*offsets, q_positions, k_positions, self.normalizer, self.scale, self.window_size, bias)

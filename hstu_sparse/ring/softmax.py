@@ -15,7 +15,7 @@ form:
   its rank have the positions of the queries.
 - With a window there is a call for each pair of pieces, with a shift between queries and keys. FlashAttention-4 takes
   one shift for all sequences, which therefore must have the same length.
-It rounds the results of each call to the dtype of the inputs; sums over calls are in fp32.
+FlashAttention-4 rounds the results of each call to the dtype of the inputs; sums over calls are in fp32.
 """
 
 import torch
@@ -82,7 +82,7 @@ def _forward_cute(q, block, ring: Ring, plan: RingPlan, options: Options, out, l
     steps = [step_parts(plan, (ring.rank - i) % ring.world, options) for i in range(ring.world)]
     remaining, sums = sum(map(len, steps)), None
     if remaining < 2:
-        out.zero_()  # one call may not write all rows; the merge of several calls does
+        out.zero_()  # a single call might leave rows unwritten; the merge of calls writes all
     lse.fill_(-torch.inf)
     for parts, (_, (k, v)) in zip(steps, ring.blocks(block, plan.tokens), strict=True):
         for part in parts:
@@ -103,8 +103,8 @@ def _forward_cute(q, block, ring: Ring, plan: RingPlan, options: Options, out, l
 def _backward_cute(grad, q, block, ring: Ring, plan: RingPlan, options: Options, out, lse, dq, dkv) -> None:
     """Write dq [T, H, D] and dkv, the list of dk and dv [T, Hkv, ...].
 
-    Each rank adds its gradients of a block to the sums that it receives, and sends the sums to the next rank. They are
-    fp32, except after a single call, whose results have the dtype of the inputs.
+    Each rank adds its gradients of a block to the sums that it receives, and sends the sums to the next rank. The
+    sums are fp32, except after a single call, whose results have the dtype of the inputs.
     """
     steps = [step_parts(plan, (ring.rank - i) % ring.world, options) for i in range(ring.world)]
     remaining, sums, local_gradients, pending = sum(map(len, steps)), None, None, None
