@@ -21,13 +21,13 @@ class Augment(Options):
     """The probability of dropping an event, except the last two of a sequence."""
     shuffle: float = Field(0.0, ge=0, le=10_000)
     """The strength of shuffling: events are sorted by their position plus a uniform number from 0 to this value.
-    Neighbours change places with a probability of 0 at 1, 12% at 2 and 40% at 10. Times stay in order."""
+    Neighbours change places with a probability of 0 for strength 1, 12% for 2, 40% for 10. Times stay in order."""
 
 
 def augmented(
     options: Augment, rng: np.random.Generator, first: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (the events [S] in their new order, the events whose times they get [S], the offsets [M+1]).
+    """Return (the events [S] in their new order, the event [S] from which each takes its time, the offsets [M+1]).
 
     first: [M] int64, the first event of each sample's user; begin, end: [M] int64, the sample's events begin .. end-1,
     at least two.

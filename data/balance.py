@@ -15,9 +15,9 @@ import numpy as np
 class Deal:
     """The division of batches among `world` ranks, for rank `rank`.
 
-    The work of a sequence of n tokens is n * (per_token + n): the unit is a pair of tokens in attention, and
-    `per_token` is all other work of a token. even: give the longest remaining sequence to the rank with the least work
-    so far; otherwise sequences are divided round-robin.
+    Work is counted in pairs of tokens that attention computes. A sequence of n tokens has the work n * (per_token + n),
+    where `per_token` is the work of a token outside of attention. even: give the longest remaining sequence to the
+    rank with the least work so far; otherwise sequences are divided round-robin.
     """
 
     rank: int

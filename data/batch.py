@@ -50,7 +50,7 @@ OFFSETS = {"layout": Layout("offsets")}  # the metadata of a field [B+1], first 
 
 
 class Cut(NamedTuple):
-    """The whole batch of a rank that has some tokens of each sequence (training/ranks/processes.py).
+    """The whole batch, for a rank whose batch has some tokens of each sequence (training/ranks/processes.py).
 
     index      [T] int64, the index of each token of this rank in the whole batch
     positions  [T] int64, the position of each token in its whole sequence
@@ -73,7 +73,7 @@ class Cut(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """The batch of all ranks, if each rank has some of its sequences.
+    """The batch of all ranks, if each rank has some of the sequences.
 
     step       the training step of the batch, from 0
     tokens     the number of tokens on all ranks
@@ -113,7 +113,7 @@ class Batch:
     num_context       int, the number of tokens at the front of each sequence that are features of its user
                       (`with_context`)
     phase             int on the host, the training step at which the current phase of training began; by default
-                      greater than any step. Modules that change at a certain step compare that step with it
+                      greater than any step. Modules that change at a certain step compare the step with `phase`
     cut               a `Cut` if the batch has this rank's tokens of sequences that ranks share, else None
     heads             the process group of the ranks that divide attention's heads; None if this rank has all heads
     whole             a `Whole` if the batch has some of the sequences of a larger batch, else None
@@ -186,7 +186,7 @@ class Batch:
         """Return the greatest number of tokens of a sequence, or on a GPU `most`, so as not to wait for the device."""
         if self.seq_offsets.is_cuda:
             return most
-        if self.num_sequences == 1:  # without reading lengths, which torch.export cannot do
+        if self.num_sequences == 1:  # torch.export cannot read lengths
             return self.num_tokens
         return int(self.seq_offsets.diff().max()) if self.num_sequences else 0
 

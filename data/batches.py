@@ -190,7 +190,10 @@ class Batches:
         return source, offsets[:-1], offsets[1:]
 
     def _dealt(self, epoch: int, start: int, order, bounds, begins, ends, deal: Deal) -> Iterator[Batch]:
-        """Yield this rank's parts of the batches from number `start` on; begins, ends: of `order`'s samples."""
+        """Yield this rank's parts of the batches from number `start` on.
+
+        begins, ends: [M] the first event of each sample in `order`, and the end of its events.
+        """
         for number in range(start, len(bounds) - 1):
             batch_of = slice(bounds[number], bounds[number + 1])
             samples, lengths = order[batch_of], self._tokens(begins[batch_of], ends[batch_of])

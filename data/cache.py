@@ -39,7 +39,7 @@ META = {
 }
 
 
-REMOVED_FROM = "removed_from"  # the key in meta.json of the fingerprints before users were removed
+REMOVED_FROM = "removed_from"  # key in meta.json: the fingerprints that the data had before users were removed
 
 CHUNK = 1 << 24  # events checked at a time
 

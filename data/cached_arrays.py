@@ -20,7 +20,7 @@ Arrays = dict[str, np.ndarray]
 def cached_arrays(
     config: DataConfig, dataset: Dataset, name: str, inputs: list[np.ndarray], compute: Callable[[], Arrays]
 ) -> Arrays:
-    """Return the arrays of `compute()`, from the file of an earlier call with the same data, name and inputs if any.
+    """Return the arrays of `compute()`, or those that an earlier call with the same data, name and inputs stored.
 
     Nothing is stored for data outside the cache (generated data, or a prepared copy as `data.path`), or if the disk is
     full or read-only.

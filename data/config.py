@@ -59,13 +59,13 @@ class DataConfig(Options):
     min_item_events: int = Field(1, ge=1)
     """Items with fewer events are left out."""
     separator: Annotated[str, AfterValidator(_possible_separator)] | None = None
-    """The character between the fields of a csv file, or `tab`; absent, it is detected from the header."""
+    """The character between the fields of a csv file, or `tab`; if absent, it is detected from the header."""
     encoding: Annotated[str, AfterValidator(_possible_encoding)] | None = None
-    """The encoding of text files, as Python names it (`cp1252`, `shift_jis`); absent, it is detected."""
+    """The encoding of text files, as Python names it (`cp1252`, `shift_jis`); if absent, it is detected."""
     decimal: Literal[".", ","] = "."
     """The decimal sign of numbers in a csv file."""
     where: str | None = Field(None, min_length=1, max_length=1000)
-    """The rows to read: an SQL condition on the columns of the file, like `quantity > 0`; absent, all rows."""
+    """The rows to read: an SQL condition on the columns of the file, like `quantity > 0`; if absent, all rows."""
     on_bad_row: Literal["error", "drop"] = "error"
     """Whether a row that cannot be read is an error, or is dropped and reported."""
     bad_rows_limit: float = Field(LIMIT, ge=0, le=1)
@@ -73,8 +73,8 @@ class DataConfig(Options):
     duplicates: Literal["keep", "drop"] = "keep"
     """Whether to keep or drop events that equal an earlier one in user, item, time and action."""
     partitions: int | None = Field(None, ge=1, le=4096)
-    """The number of ranges of users that are prepared one after another, to need less memory; absent, it is chosen, 1
-    if all events fit into memory. The result is the same."""
+    """The number of ranges of users that are prepared one after another, to need less memory; if absent, 1 if
+    all events fit into memory, otherwise more. The result is the same."""
     columns: Columns | None = None
     """The columns of a csv or parquet file."""
     synthetic: SyntheticOptions | None = None
@@ -84,7 +84,7 @@ class DataConfig(Options):
     features: Features | None = None
     """Features of items, users and events in addition to their ids (docs/features.md)."""
     time_zone: Annotated[str, AfterValidator(_possible_zone)] | None = None
-    """The time zone of `data.features.events.calendar`, like `Europe/Berlin`; absent, UTC."""
+    """The time zone of `data.features.events.calendar`, like `Europe/Berlin`; if absent, UTC."""
     valid_fraction: float = Field(0.1, ge=0, lt=1)
     """With `protocol: temporal`, the share of events in the validation window; 0 for no validation."""
     test_fraction: float = Field(0.1, gt=0, lt=1)

@@ -36,14 +36,14 @@ class Earlier(NamedTuple):
     @classmethod
     def of(cls, batch: Batch, longest: int, items: Tensor | None = None) -> "Earlier":
         """Return the facts of a batch whose sequences have at most `longest` tokens, without waiting for the
-        device. items: replace `batch.item_ids`; equal where these are.
+        device. items: used in place of `batch.item_ids`; two are equal exactly if their ids are.
         """
         items, total = batch.item_ids if items is None else items, batch.num_tokens
         tokens = torch.arange(total, device=items.device)
         sequence = sequence_ids(batch.seq_offsets, total)
         order = items.argsort(stable=True)
         order = order[sequence[order].argsort(stable=True)]
-        same = torch.zeros_like(order, dtype=torch.bool)  # whether the one before in this order is an earlier token
+        same = torch.zeros_like(order, dtype=torch.bool)  # same item and sequence as the token before in this order
         same[1:] = (items[order].diff() == 0) & (sequence[order].diff() == 0)
         before = torch.where(same, order.roll(1), -1)
         start = torch.where(same, 0, tokens).cummax(0).values if total else tokens

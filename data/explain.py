@@ -31,7 +31,7 @@ def explain(
     """Format a pydantic error in one line: `model.attention.blok_size: unknown key, did you mean block_size?`
 
     keys: location -> the valid keys of the mapping there, or none. place: the location to print, by default pydantic's.
-    top: the name of an empty location.
+    top: the text to print for an empty location.
     """
     place, kind = list(item["loc"] if place is None else place), item["type"]
     where = dotted(place) or top

@@ -54,7 +54,7 @@ def filter_dataset(dataset: Dataset, *, min_user_events: int, min_item_events: i
         user_offsets=offsets_of(user_events[user_events > 0]),
         user_ids=dataset.user_ids[user_events > 0],
         item_ids=dataset.item_ids[item_events > 0],
-        events_fingerprint=None,  # it does not depend on the filter's options
+        events_fingerprint=None,  # that of `dataset` does not include the filter's options
         features=select_features(dataset.features, np.flatnonzero(item_events), np.flatnonzero(user_events), index),
         fingerprint=hashlib.sha256(key.encode()).hexdigest(),
     )

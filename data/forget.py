@@ -21,7 +21,7 @@ from data.types import DataError, Dataset, shown
 
 
 class Removed(NamedTuple):
-    """The numbers of users and events that were removed from a prepared data set, and the folder of the others."""
+    """The numbers of removed users and events of a prepared data set, and the folder of the remaining data."""
 
     users: int
     events: int

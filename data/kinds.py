@@ -19,7 +19,7 @@ class Kinds(Generic[Base]):
     key    the mapping in a run's configuration: model.attention
     noun   what a kind is called in messages: attention kind
     base   the class from which all of them derive
-    known  the project's own by name
+    known  the project's classes by name
     """
 
     def __init__(self, key: str, noun: str, base: type[Base], known: dict[str, type[Base]]):
@@ -35,7 +35,7 @@ class Kinds(Generic[Base]):
         return self.known[name] if name in self.known else self._class_at(name)
 
     def config_of(self, name: str) -> type[Any]:
-        """Return the `Config` of the class with this name; that of an outside class takes its path as `kind`.
+        """Return the `Config` of the class with this name; for an outside class, `kind` is its path.
 
         Raises:
             ValueError, ImportError: as `class_of`.

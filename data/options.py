@@ -13,7 +13,7 @@ from data.types import DataError, shown
 MOST = 10**9  # for all sizes and counts: tensors of a greater size fit nowhere
 MOST_EVENTS = 2 * 10**9  # events of generated data: their arrays take some 24 GB
 MOST_ITEMS = 10**7
-MOST_ACTION = 999_999  # codes are rows of an embedding table; with a greater code the wrong column was read
+MOST_ACTION = 999_999  # codes are rows of an embedding table; greater ones come from a wrong column
 
 
 def auto_or(least: int) -> Callable:
@@ -72,13 +72,13 @@ class Columns(Options):
     timestamp: str = "timestamp"
     """The column with the event's time; `""` if there is none, with each user's rows in time order."""
     action: str | None = Field(None, min_length=1)
-    """The column with the action (a rating, the kind of a click); absent, events have no action."""
+    """The column with the action (a rating, the kind of a click); if absent, events have no action."""
     timestamp_unit: Literal["s", "ms", "us", "ns"] | None = None
-    """The unit of numeric times; absent, it is detected from their size."""
+    """The unit of numeric times; if absent, it is detected from their size."""
     timestamp_format: str | None = Field(None, min_length=1, max_length=100)
-    """The format of times that are text, as for Python's `datetime.strptime`; absent, ISO 8601."""
+    """The format of times that are text, as for Python's `datetime.strptime`; if absent, ISO 8601."""
     action_codes: dict[str, Annotated[int, Field(ge=0, le=MOST_ACTION)]] | None = Field(None, min_length=1)
-    """The code of each action that is text; absent, codes are numbered by frequency, the most frequent first."""
+    """The code of each action that is text; if absent, codes are numbered by frequency, the most frequent first."""
 
     def by_role(self) -> dict[str, str]:
         """Map each role that the source has to its column, in a fixed order."""
@@ -155,7 +155,7 @@ class ShortSequences(Options):
 
 
 class RecallOptions(Options):
-    """The generated memory task of `data.format: recall`: pairs of items, whose first item returns later."""
+    """The generated memory task of `data.format: recall`: an item returns, and the item after it must be recalled."""
 
     num_sequences: int = Field(2000, ge=3, le=10**7)
     """The number of sequences."""

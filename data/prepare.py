@@ -204,7 +204,7 @@ def _prepare(
             raise DataError("data.partitions: needs data.cache_dir, and cannot be combined with data.features")
         if dataset is None:
             dataset = read_raw(name, fmt, sources, fingerprint, handling, cache_dir, progress)
-            # Before the filter, since items that it drops are not unknown.
+            # Tables are read before the filter: items that the filter drops are known.
             read = read_tables(tables, dataset, handling.bad_rows_limit, cache_dir, progress.stage)
             progress.stage("filtering")
             dataset = filter_dataset(dataset, **recipe["options"])
@@ -218,7 +218,7 @@ def _prepare(
     if "features" in recipe:
         plain = {key: value for key, value in recipe.items() if key != "features"}
         dataset = dataclasses.replace(dataset, events_fingerprint=_fingerprint(plain, sums[: len(sources)]))
-    # In place of the filter's fingerprint: this one includes the filter's options.
+    # Replace the fingerprint that the filter computed: this one includes the filter's options, too.
     dataset = dataclasses.replace(dataset, fingerprint=fingerprint)
     if folder is None:
         return dataset

@@ -32,7 +32,7 @@ RANKING_PROTOCOLS = ("last_tenth", "all")
 class RankingBatch(Batch):
     """Sequences of tokens for ranking; `item_ids`, `actions` and `timestamps` are those of a token's event.
 
-    target_ids is -1 for all tokens. The query time of a token without its event's action, which predicts it, is the
+    target_ids is -1 for all tokens. A token without its event's action predicts that action; its query time is the
     event's time. The query time of a token with its event's action is the time of the next event of the sample; at the
     last event, it is the event's time.
 
@@ -184,9 +184,9 @@ class Layout(NamedTuple):
     """The layout of ranking tokens.
 
     capacity  C, the number of events of a sequence
-    targets   m, the number of candidates at the end of a training sequence; None for the interleaved layout. In an
-              evaluation, a sequence has one candidate after at most C - m events, as many as before the candidates in
-              training
+    targets   m, the number of candidates at the end of a training sequence; None for the interleaved layout. In
+              evaluation, a sequence has one candidate after at most C - m events, as many as training has before m
+              candidates
     """
 
     capacity: int

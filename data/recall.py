@@ -43,7 +43,7 @@ def generate_recall(**options) -> Dataset:
     o = parse_options(RecallOptions, options, "data.recall")
     rng = np.random.default_rng(o.seed)
     parts = [_sequences(rng, o)]
-    if o.short:  # first, since the last sequences are held out
+    if o.short:  # the last sequences are held out, so the short ones come first
         parts.insert(0, _sequences(rng, o.short_options()))
     items, codes = (np.concatenate([part.reshape(-1) for part in column]) for column in zip(*parts, strict=True))
     lengths = np.repeat([part.shape[1] for part, _ in parts], [len(part) for part, _ in parts])

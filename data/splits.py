@@ -31,7 +31,7 @@ class Split:
     begin           [M] int64
     end             [M] int64, exclusive
     scored          [M] int64; None for retrieval
-    targets         [N] int64, the events to rank for each sample, at the time of event end[i]-1; None: only that event
+    targets         [N] int64, the events to rank for each sample, at event end[i]-1's time; None: only event end[i]-1
     target_offsets  [M+1] int64, the offsets of `targets`; or None
     counted         [E] bool, the events of the data set whose target or label counts; None for all
     """

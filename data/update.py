@@ -22,8 +22,8 @@ class NewEvents:
     after  the time of the run's last training event
     new    later events, and unseen events of the same second
     late   earlier events that are not in the run's data
-    lost   indices in the run's data of events that are not in the data set, although it has events of their user and
-           their item; None if unknown
+    lost   indices in the run's data: events that the data set does not have, of users and items that it has; None if
+           unknown
     """
 
     after: int

@@ -23,7 +23,7 @@ from models.protocols import ItemTable
 # Importing torchrec would print a warning of torch.fx in every process.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
-# A sharded table of up to so many elements is initialised with the random numbers of one process.
+# A sharded table of at most this many elements starts with the values of an unsharded one, which each rank draws.
 DRAWN_WHOLE = 2**28
 
 
@@ -86,7 +86,7 @@ class InputEmbedding(nn.Module):
                     trained_rows = np.flatnonzero(trained) if name == "item" else np.arange(len(weight))
                     rows = truncated_normal_(weight.new_empty(len(trained_rows), embedding_dim), 0.02)
                     weight.data.zero_()[torch.from_numpy(trained_rows)] = rows
-            # With its data type for bfloat16, torchrec would use float16.
+            # torchrec's data type for bfloat16 gives float16.
             convert_parameters(self.tables, dtype)
         if table is not None and "item" in sizes:
             table.fill(lambda begin, end: self.item_weight[begin:end])
@@ -119,8 +119,8 @@ class InputEmbedding(nn.Module):
     def item_rows(self, ids: Tensor | None = None) -> Tensor:
         """Return the representations of the items `ids` [R] int64 as [R, E], or of all items, [num_items, E].
 
-        A representation is the sum of the item's row and its features. With features of items, all items are in
-        training those with a training event, and in evaluation the catalogue followed by the items of `add_items`.
+        A representation is the sum of the item's row and its features. With features of items, "all items" are those
+        with a training event (in training), or the catalogue followed by the items of `add_items` (in evaluation).
         """
         if self.added is None:
             return self._catalogue_rows(ids)
@@ -195,7 +195,7 @@ class InputEmbedding(nn.Module):
         rows = self.items.rows(self.item_weight)
         added = self.items().to(rows.dtype)
         table = rows + added
-        if dropped is not None:  # the appended rows have only features: one look-up for both kinds of rows
+        if dropped is not None:  # append rows of features alone: one look-up gets both
             table, numbers = torch.cat([table, added]), numbers + len(rows) * dropped[:, 0]
         return F.embedding(numbers, table)
 

@@ -73,7 +73,7 @@ class FeatureTables(nn.Module):
                     embedding_dim=embedding_dim,
                     num_embeddings=size,
                     feature_names=[name],
-                    pooling=PoolingType.SUM,  # a mean by its weights
+                    pooling=PoolingType.SUM,  # the weights make it a mean
                     init_fn=start,
                 )
                 for name, size in sizes.items()
@@ -217,7 +217,7 @@ class ItemFeatures(nn.Module):
         return functools.reduce(operator.add, parts)
 
     def all_is_less(self, count: int) -> bool:
-        """Return whether the features of all items are fewer values to sum than the padded ones of `count` items."""
+        """Return whether the features of all items have fewer values than the padded features of `count` items."""
         longest, values = (0, 0) if self.lists is None else (self.lists.longest, self.lists.num_values)
         width = sum(vectors.width for vectors in self.vectors)
         items = len(self.trained) if self.only_trained else len(self.place)

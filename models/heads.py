@@ -58,9 +58,9 @@ class DotConfig(Head):
     separate_targets: bool = False
     """Whether outputs are scored against a separate item table instead of the table of the inputs."""
     repeats: Patterns = 0
-    """The number of patterns of a learned term that is added to the scores of the items in a user's window, by how long
-    ago, how often and after which items they occurred (models/repeats.py); 0: no term. `auto` is 8 if seen items are
-    ranked (`eval.filter_seen: none`), otherwise 0. It needs `loss.kind: cross_entropy`."""
+    """The number of patterns of a learned term, which depends on how long ago, how often and after which items an item
+    occurred, and is added to the scores of the items in a user's window (models/repeats.py); 0: no term. `auto` is
+    8 if seen items are ranked (`eval.filter_seen: none`), otherwise 0. It needs `loss.kind: cross_entropy`."""
 
     @property
     def has_item_vectors(self) -> bool:
@@ -254,7 +254,7 @@ def mol_loss(
     ranks: given if the outputs are a rank's part of a batch; the results are then its shares.
     part: given if item_weight is a rank's part of the catalogue; outputs and targets are then those of the whole batch.
     """
-    if part is not None and not len(item_weight):  # an item whose logit `_chunk_loss` masks
+    if part is not None and not len(item_weight):  # add an item, whose logit `_chunk_loss` masks
         item_weight = torch.cat([item_weight, item_weight.new_zeros(1, out.shape[1])])
         part = part._replace(first=-2)
     names, parameters = zip(*head.named_parameters())

@@ -211,7 +211,7 @@ class SequenceModel(nn.Module):
     ):
         super().__init__()
         self.embedding = InputEmbedding(config, num_items, num_actions, features, table, user_tokens)
-        # The number of tokens at the front of each sequence; layers' sequences are so much longer.
+        # The number of context tokens, by which the layers' sequences are longer than the batch's.
         self.num_context = len(features.of("users")) if features is not None and user_tokens else 0
         if self.num_context:
             config = config.model_copy(update={"max_seq_len": config.max_seq_len + self.num_context})

@@ -32,7 +32,7 @@ from models.protocols import RankGroup
 from models.repeats import RepeatTerm, add_terms
 
 MAX_KERNEL_SIZE = 512  # the greatest embedding size of the kernels
-MOST_POSITIONS, LEAST_BLOCKS = 1024, 64  # of blocks that share negatives
+MOST_POSITIONS, LEAST_BLOCKS = 1024, 64  # blocks that share negatives: positions of a block, blocks of a batch
 TERM_WIDTH = 8  # elements that the term of repeats computes for each item of a window
 
 
@@ -68,7 +68,7 @@ class Share(NamedTuple):
     ranks: RankGroup | None = None
 
     def part(self, index: Tensor) -> "Share":
-        """Return the share of the outputs `index` [T'], of which the targets and negatives are numbered as here."""
+        """Return the share of the outputs `index` [T'], in which items have the same numbers."""
         drawn = self.drawn
         if drawn is not None and drawn.ids.dim() == 2:
             drawn = drawn._replace(ids=drawn.ids[index % len(drawn.ids)], in_blocks=False)
@@ -140,7 +140,7 @@ def competing_items(embedding: InputEmbedding, share: Share) -> tuple[Tensor, Sh
     if drawn is None or len(targets) + drawn.ids.numel() >= len(trained):
         return embedding.item_rows(), share
     places = torch.cat([targets.clamp(min=0), drawn.ids.flatten()])
-    # A repeated item has one row, so that a negative equal to the target has its number.
+    # A repeated item has one row, so that a negative equal to the target has the target's number.
     order = torch.arange(len(places), device=places.device)
     row = order.new_zeros(len(trained)).scatter_reduce_(0, places, order, "amax", include_self=False)
     rows = row[places]
@@ -151,10 +151,10 @@ def competing_items(embedding: InputEmbedding, share: Share) -> tuple[Tensor, Sh
 
 
 def block_count(positions: int) -> int:
-    """Return the number of blocks of `loss.negatives: block`; position t is in block t % their number.
+    """Return the number of blocks of `loss.negatives: block`; position t is in block t % (the result).
 
-    So positions of one user, whose outputs are alike, have different negatives. A block has at most MOST_POSITIONS,
-    and fewer if a batch would have less than LEAST_BLOCKS, but not fewer than BLOCK if there are several blocks.
+    Neighbouring positions, whose outputs are similar, thus have different negatives. A batch has at least LEAST_BLOCKS
+    blocks, but at most one for every BLOCK positions; a block has at most MOST_POSITIONS.
     """
     return min(-(-positions // BLOCK), max(LEAST_BLOCKS, -(-positions // MOST_POSITIONS)))
 

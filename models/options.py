@@ -50,20 +50,20 @@ class ModelConfig(Options):
     num_heads: int = Field(1, ge=1)
     """The number of attention heads."""
     attention_dim: int | None = Field(None, ge=1)
-    """The size of a head's queries and keys; absent, embedding_dim / num_heads."""
+    """The size of a head's queries and keys; if absent, embedding_dim / num_heads."""
     linear_dim: int | None = Field(None, ge=1)
-    """The size of a head's values; absent, embedding_dim / num_heads."""
+    """The size of a head's values; if absent, embedding_dim / num_heads."""
     feed_forward_dim: int | None = Field(None, ge=1)
     """The hidden size of the feed-forward network; `transformer` and `pre_norm` blocks require it. With it, an `hstu`
     block ends with a SwiGLU."""
     rotary: RotaryConfig | None = None
-    """Rotary embedding of queries and keys; absent, none."""
+    """Rotary embedding of queries and keys; if absent, none."""
     head: HeadConfig = DotConfig()
     """How outputs are scored against items."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """The dropout of the input and of each layer's output."""
     input_dropout: float | None = Field(None, ge=0, lt=1)
-    """The dropout of the input; absent, `dropout`."""
+    """The dropout of the input; if absent, `dropout`."""
     action_embedding: bool = False
     """Whether an event's action is embedded and added to its item."""
     id_dropout: float = Field(0.0, ge=0, le=1)

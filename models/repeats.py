@@ -7,7 +7,7 @@ w(out[t]) and gap + age + count + order. Each of these four is a row of a table:
 gap    by the number of events from s to t
 age    by the time from s to the query
 count  by the number of times that the item has occurred up to s
-order  by whether the item followed one of the last two earlier events of the item of token t
+order  by whether the item came next after one of the last two earlier events with token t's item
 
 Letters: T tokens, R tokens of a chunk, N greatest number of tokens of a sequence, E embedding size, K patterns.
 """

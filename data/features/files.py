@@ -386,7 +386,7 @@ def with_tables(
     Items and users without a row have no values. folder: the folder for vectors, which are then memory-mapped; None
     keeps them in memory. stage: called with a description of each step, may raise.
     """
-    for table in tables:  # first, since the features of every table are for all items
+    for table in tables:  # add items first: every table's features have a row for each item
         if table.added is not None and table.added.any():
             dataset = _with_items(dataset, table.ids[table.added])
     for table in tables:

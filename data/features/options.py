@@ -25,7 +25,7 @@ class FeatureOptions(Options):
     kind: Literal["category", "list", "number"]
     """`category`: one value, text or an integer; `list`: any number of them; `number`: a number, cut into quantiles."""
     column: str | None = Field(None, min_length=1)
-    """The feature's column in the file; absent, the column has the feature's name."""
+    """The feature's column in the file; if absent, the column has the feature's name."""
     separator: str = Field("|", min_length=1, max_length=10)
     """The text between the values of a `list`, if lists are text."""
     min_count: int = Field(2, ge=1)
@@ -41,10 +41,10 @@ class ItemFeatureOptions(FeatureOptions):
     """`category`: one value, text or an integer; `list`: any number of them; `number`: a number, cut into quantiles;
     `vector`: a list of numbers, of the same length for all items."""
     path: str | None = Field(None, min_length=1)
-    """The .npy file with the vectors, one in each row; absent, they are in a column of the Parquet file."""
+    """The .npy file with the vectors, one in each row; if absent, they are in a column of the Parquet file."""
     ids: str | None = Field(None, min_length=1)
-    """The file with the items' ids in the order of the vectors, .npy or text with an id a line; absent, `NAME.ids.npy`
-    or `NAME.ids.txt` next to `NAME.npy`."""
+    """The file with the items' ids in the order of the vectors, .npy or text with an id a line; if absent,
+    `NAME.ids.npy` or `NAME.ids.txt` next to `NAME.npy`."""
 
     @model_validator(mode="after")
     def _files_of_vectors(self) -> Self:
@@ -76,17 +76,17 @@ class FeatureFile(Options):
     path: str = Field(min_length=1)
     """The file."""
     id: str | None = Field(None, min_length=1)
-    """The column with the ids; absent, `item` or `user`."""
+    """The column with the ids; if absent, `item` or `user`."""
     separator: str | None = None
-    """The character between the fields of a csv file; absent, it is detected from the header."""
+    """The character between the fields of a csv file; if absent, it is detected from the header."""
     encoding: str | None = Field(None, min_length=1)
-    """The encoding of a text file, as Python names it; absent, it is detected."""
+    """The encoding of a text file, as Python names it; if absent, it is detected."""
     decimal: Literal[".", ","] = "."
     """The decimal sign of numbers that are text."""
     columns: Columns | None = None
-    """The features by name; absent, all features of a format with fixed columns."""
+    """The features by name; if absent, all features of a format with fixed columns."""
     unknown: Literal["error", "drop", "add"] | None = None
-    """The handling of rows whose id is in no event; absent, `error`, for MovieLens' files `drop`."""
+    """The handling of rows whose id is in no event; if absent, `drop` for MovieLens' files, otherwise `error`."""
     on_bad_row: Literal["error", "drop"] = "error"
     """Whether a row that cannot be read is an error, or is dropped and reported."""
 
@@ -112,10 +112,10 @@ class ItemFile(FeatureFile):
     format: Literal["csv", "parquet", "npy", "attributes", "u.item", "movies.dat"]
     """The format of the file: csv, parquet, npy (vectors only), S3-Rec's JSON (`attributes`) or a MovieLens file."""
     columns: ItemColumns | None = None  # type: ignore[assignment]
-    """The features by name; absent, all features of a format with fixed columns."""
+    """The features by name; if absent, all features of a format with fixed columns."""
     unknown: Literal["error", "drop", "add"] | None = None
-    """The handling of rows whose id is in no event; `add` makes them items of the catalogue; absent, `error`, for
-    MovieLens' files `drop`."""
+    """The handling of rows whose id is in no event; `add` makes them items of the catalogue; if absent, `drop` for
+    MovieLens' files, otherwise `error`."""
 
     def with_paths(self, changed: Callable[[str], str]) -> Self:
         """Return the options with changed paths, including those of vectors."""
@@ -161,7 +161,7 @@ class UserFile(FeatureFile):
     format: Literal["csv", "parquet", "u.user", "users.dat"]
     """The format of the file: csv, parquet or a MovieLens file."""
     unknown: Literal["error", "drop"] | None = None
-    """The handling of rows whose id is in no event; absent, `error`, for MovieLens' files `drop`."""
+    """The handling of rows whose id is in no event; if absent, `drop` for MovieLens' files, otherwise `error`."""
     enters: Literal["sum", "tokens"] = Field("sum", alias="as")
     """The use of features in a sequence: `sum` adds them to each token; `tokens` adds a token for each feature before
     the events, to which all tokens attend, whatever the attention window."""

@@ -21,7 +21,7 @@ from data.features.options import FeatureOptions, Features
 from data.splits import train_events
 from data.types import DataError, Dataset, shown
 
-MOST_VALUES = 64  # values of a user or an event: a batch has a column for each
+MOST_VALUES = 64  # values of a feature of one user or event: a batch has a column for each value
 CALENDAR = {"hour": 24, "weekday": 7}
 
 
@@ -121,7 +121,7 @@ def fit_features(
 
 
 def grown(fitted: FeatureVocabulary, known: FeatureVocabulary, place: np.ndarray) -> FeatureVocabulary:
-    """Return the vocabulary of a model with the vocabulary `known` that is trained further on the data of `fitted`.
+    """Extend the vocabulary `known` of a model for further training on data whose vocabulary is `fitted`.
 
     It has the known and the new values; numbers keep the known quantiles. place: [I] int64, the index in `known` of
     each item of `fitted`, or -1. DataError if the features differ.

@@ -16,7 +16,7 @@ MARKS = {
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
-}  # UTF-32's begins with UTF-16's
+}  # the mark of UTF-32 begins with that of UTF-16, so it comes first
 MOST_RUNS = 100_000  # runs of non-ASCII bytes from which an encoding is chosen
 RUN = re.compile(rb"[\x80-\xff]+")
 # Bytes that are undefined in cp1252, and its symbols that never occur between two letters in western languages.

@@ -32,7 +32,10 @@ def read_header(source: RawFile, fmt: RawFormat) -> list[str]:
 
 
 def split_row(text: str, fmt: RawFormat) -> list[str]:
-    """Return the fields of a row without its line end. (The csv module's limit of a field's size is global.)"""
+    """Return the fields of a row without its line end.
+
+    The csv module is not used, since its limit of a field's size holds for the whole process.
+    """
     if not fmt.quoting or '"' not in text:
         return text.split(fmt.separator)
     fields = re.findall(rf'(?:^|{re.escape(fmt.separator)})("(?:[^"]|"")*"|[^{re.escape(fmt.separator)}]*)', text)

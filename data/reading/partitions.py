@@ -7,8 +7,8 @@ The result is bit-identical to that of raw.py and filtering.py. A folder next to
     users/P      the P-th range of users with sorted events, as arrays
     columns      the data after the filter, in the layout of the cache
 
-Each folder appears whole or not at all, so that an interrupted preparation continues after the last one. Memory has one
-piece, or one range for each core, at a time, and for each user and item the id and 8 bytes.
+Each folder appears whole or not at all, so that an interrupted preparation continues after the last one. Memory holds
+one piece at a time or, for each core, one range; in addition, each user's and item's id and 8 bytes.
 
 Letters: E events, U users of a range, K ranges.
 """
@@ -159,7 +159,7 @@ class _State:
 
 
 class _Preparation:
-    """One preparation; its methods make the folders of one kind that do not exist yet."""
+    """One preparation; each method makes the missing folders of one kind."""
 
     def __init__(self, name, fmt, files, handling, folder, count, progress):
         self.name, self.fmt, self.files, self.handling = name, fmt, files, handling

@@ -129,7 +129,7 @@ def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str
         return fmt, []
     candidates = [dataclasses.replace(fmt, separator=separator, detect_separator=False) for separator in SEPARATORS]
     headers = [[*read_header(source, candidate), *dict(source.folder_columns)] for candidate in candidates]
-    # Without a separator that gives every column, the error about a column should list the header as the user sees it.
+    # If no separator gives every column, choose one for which the error lists the header as the user sees it.
     named = [sum(column in header for column in source_columns(fmt).values()) for header in headers]
     chosen = candidates[max(range(len(headers)), key=lambda n: (named[n], len(headers[n]), -n))]
     name = NAMES.get(chosen.separator, chosen.separator)

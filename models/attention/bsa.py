@@ -14,8 +14,8 @@ from models.attention.contract import AuxLosses, Blocks, LayerSizes, PagedForm
 from models.attention.shared import HSTUAttention
 from models.gate import GateModel
 
-# selection_group -> the sequence length from which bsa is faster than dense, forward plus backward, without biases and
-# with both (docs/bsa.md: H200, bf16, 4 heads of 128, blocks of 64, 16 selected).
+# selection_group -> the sequence length from which forward plus backward of bsa is faster than that of dense, without
+# biases and with both biases (docs/bsa.md: H200, bf16, 4 heads of 128, blocks of 64, 16 selected).
 CROSSOVER = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
 BIASED_CROSSOVER = {1: 11048, 2: 9908, 16: 9478, 64: 2901}
 

@@ -104,7 +104,7 @@ class AttentionKind(nn.Module):
     The module has no state that changes between calls.
 
     candidates, context  whether batches may have `num_targets` and `num_context`
-    reads_input          whether `forward` reads x, which ranks that divide the heads must then exchange
+    reads_input          whether `forward` reads x; if so, ranks that divide the heads exchange x
 
     A subclass that defines `forward` inherits neither these three nor `paged`.
 
@@ -159,17 +159,17 @@ class AttentionKind(nn.Module):
             choose_backend(getattr(self, "backend", "auto"), torch.empty(0, device=device), BACKEND)
 
         def for_data(self, dataset: Dataset) -> Self:
-            """Return these options with `auto` resolved for the data, as the run is built and stored."""
+            """Return these options with `auto` resolved for the data; the run is built and stored with them."""
             return self
 
         def check_data(self, dataset: Dataset) -> None:
-            """Raise ValueError if these options do not fit the data; called after `for_data`, before the build."""
+            """Raise ValueError if these options do not fit the data; called after `for_data`."""
 
         def phase_ends(self) -> tuple[int, ...]:
             """Return the training steps, counted from 0, at which the module's behaviour changes.
 
-            In training `batch.phase` is the last such step of any layer that was reached, or 0; otherwise it is greater
-            than all steps. A module with a warm-up thus compares `batch.phase < warmup_steps`.
+            In training, `batch.phase` is the last of all layers' such steps that training has reached, or 0; otherwise
+            it is greater than all steps. A module with a warm-up thus compares `batch.phase < warmup_steps`.
             """
             return ()
 

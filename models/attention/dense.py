@@ -31,7 +31,7 @@ class DenseAttention(HSTUAttention):
         """The attention kind."""
         window_size: int = Field(0, ge=0)
         """The number of latest tokens, itself included, to which a token attends; 0 for all."""
-        backend: Literal["auto", "triton", "hopper", "reference"] = "auto"  # type: ignore[assignment]  # one more
+        backend: Literal["auto", "triton", "hopper", "reference"] = "auto"  # type: ignore[assignment]  # adds hopper
         """The implementation. `auto`: Triton kernels for CUDA tensors, the reference for CPU tensors. `hopper`: kernels
         for GPUs with sm_90 that need `train.autocast: bf16`, heads of 64, 128 or 256 and no bias; `auto` uses them if
         sequences have at least 1,024 tokens on average."""

@@ -33,7 +33,7 @@ class RingAttention(FlashAttention, HSTUAttention):
         """The attention that is computed; `auto` is `hstu`, as `dense` computes it, in an HSTU block, otherwise
         `softmax`. Biases are for `hstu`; dropout, num_kv_heads and the backend `cute` are for `softmax`."""
         scale: float | None = Field(None, gt=0)  # type: ignore[assignment]  # by default it depends on inner
-        """The factor of the products of queries and keys; absent, 1 for `hstu`, D ** -0.5 for `softmax`."""
+        """The factor of the products of queries and keys; if absent, 1 for `hstu`, D ** -0.5 for `softmax`."""
         window_size: int = Field(0, ge=0)
         """The number of latest tokens, itself included, to which a token attends; 0 for all."""
 

@@ -18,8 +18,8 @@ from hstu_sparse.flash.cute import check_available
 from models.attention.contract import BACKEND, AttentionKind, LayerSizes, PagedForm
 from models.protocols import RunOptions
 
-FEW_CHANNELS = 64  # channels that `few_kv_heads` have in total, at least if possible
-MANY_CHANNELS = 256  # padded channels that `many_kv_heads` have in total, at most
+FEW_CHANNELS = 64  # the least channels of all `few_kv_heads` together, if possible
+MANY_CHANNELS = 256  # the most padded channels of all `many_kv_heads` together
 
 EXTRA_POSITIONS = 11  # the published HSTU adds it to max_seq_len in its normaliser and bias tables
 
@@ -102,8 +102,8 @@ class HSTUAttention(BiasedAttention):
         scale: float = 1.0
         """The factor of the products of queries and keys."""
         normalizer: int | None = Field(None, ge=1)
-        """The divisor of the sum over tokens; absent, max_seq_len + 11, as published. With a max_seq_len in the
-        thousands, a smaller divisor keeps outputs of first tokens larger than the epsilon of the following norm."""
+        """The divisor of the sum over tokens; if absent, max_seq_len + 11, as published. With a max_seq_len in the
+        thousands, a smaller divisor keeps the first tokens' outputs above the epsilon of the norm after attention."""
         backend: Literal["auto", "triton", "reference"] = "auto"
         """The implementation. `auto`: Triton kernels for CUDA tensors, the reference for CPU tensors."""
 
@@ -123,7 +123,7 @@ class SharedKeys(AttentionKind):
 
     class Config(AttentionKind.Config):
         num_kv_heads: int | None = Field(None, ge=1)
-        """The number of key and value heads; absent, the number of query heads."""
+        """The number of key and value heads; if absent, the number of query heads."""
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)

@@ -190,7 +190,7 @@ class Task:
     def baselines(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, dict[str, Any]]:
         """Compute the results of models without a network on a split, by name.
 
-        A result has `metrics`, `settings` by name, and `judged`, an array for the arrays `judged` of `judge`.
+        A result has `metrics`, `settings` by name, and `judged`, an array that `judge` adds to its `judged`.
         """
         return {}
 

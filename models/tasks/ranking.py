@@ -56,7 +56,7 @@ class ActionHeads(nn.Module):
     """Compute a logit for each kind of action, [T, E] -> [T, A], by a head of one layer (hidden_dim=0) or two layers.
 
     experts: the number of hidden layers that all actions share, mixed by a gate of each action; with 0 each action has
-    its hidden layer. Source: Ma et al., Modeling Task Relationships in Multi-task Learning with Multi-gate
+    a separate one. Source: Ma et al., Modeling Task Relationships in Multi-task Learning with Multi-gate
     Mixture-of-Experts, KDD 2018.
     """
 
@@ -204,7 +204,7 @@ class Ranking(Task):
         return [action.name for action in self.actions]
 
     @property
-    def layout(self) -> Layout:  # type: ignore[override]  # of a run's configuration
+    def layout(self) -> Layout:  # type: ignore[override]  # depends on the configuration
         c = self.config
         if c.task.layout == "targets":
             return Layout(c.model.max_seq_len, c.task.num_targets)

@@ -114,7 +114,7 @@ class Recall(Retrieval):
         return metrics(self.recalls(model, batches, phase))
 
     def baseline(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, float]:
-        level = 1 / (self.config.data.recall or RecallOptions()).num_values  # of a random guess
+        level = 1 / (self.config.data.recall or RecallOptions()).num_values  # the accuracy of a random guess
         return {"accuracy": level, "worst": level}
 
     def judge(self, model: SequenceModel, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict:
