@@ -180,7 +180,8 @@ class Baselines:
     def _scorer(self, name: str, chosen: dict[str, Any]) -> Callable[[Batch], Scores]:
         """Return the scorer of a baseline with the settings `chosen`.
 
-        The scores are those of `score` [B, I], if any, plus its weights [B] (None: 1) times `item_scores` [I], if any.
+        The scorer adds up two parts, each of which may be None: the scores [B, I] that `score` returns, and the product
+        of the weights [B] (None: 1) that `score` returns and `item_scores` [I].
         """
         score, item_scores = {
             "popularity": (None, self.counts),

@@ -7,7 +7,7 @@ import numpy as np
 
 from data.types import Dataset
 
-# Labels with the value of the global mean that are added to a mean.
+# The numbers of labels, each equal to the global mean, that are added to a mean.
 ITEM_SMOOTHING, USER_SMOOTHING, RECENT_SMOOTHING = 5, 5, 2
 RECENT = 10  # latest labels of a user that are a feature
 CLIP = 0.01  # means are clipped to [CLIP, 1 - CLIP] before their log-odds are taken

@@ -39,7 +39,7 @@ def step_advice(config: RunConfig, steps: int) -> list[str]:
 def result_advice(config: RunConfig, result: dict[str, Any], update: bool = False) -> list[str]:
     """Return what to change if the run had few steps or ended below a baseline, for result.json and the report.
 
-    update: the run is an update, which has few steps after those of the run before.
+    update: whether the run is an update, whose few steps follow those of the previous run.
     """
     lines = [] if update else step_advice(config, result["steps"])
     verdict = result.get("against_baseline")

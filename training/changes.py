@@ -23,7 +23,7 @@ NO_EFFECT = "it has no effect on an evaluation"
 
 
 class Rule(NamedTuple):
-    """A class of options, listed by dotted names; a name includes nested options that no class lists.
+    """A class of options, listed by dotted names; a name includes its nested options unless a class lists these.
 
     resumed, evaluated: None if a resumed run, or an evaluation, may change these options; otherwise the reason for the
     error, or what to do instead.
@@ -159,7 +159,7 @@ def moved_data(before: RunConfig, after: RunConfig) -> list[str]:
 def check_resumed(progress: Progress, config: RunConfig, folder: Path, *, opened: bool) -> None:
     """Raise ConfigError, in one line, if the configuration changes options that a resumed run cannot change.
 
-    opened: whether the data are open, so that the configuration has no `auto`; before, `auto` matches any value.
+    opened: whether the data are open, so that the configuration has no `auto`; until then `auto` matches any value.
     """
     all_changes = changes(stored_config(progress.config, folder / "checkpoints"), config)
     refused = [(change, RULES[change.group].resumed) for change in all_changes if opened or change.after != "auto"]

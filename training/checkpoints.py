@@ -1,10 +1,10 @@
 """Save and load the checkpoints of a run, in the same format for one process and for many ranks.
 
-A checkpoint is a folder `step-00001234` of torch.distributed.checkpoint. It has the weights of training, their
-averages, the optimiser's state and, except for several ranks, whose steps set their seeds (training/ranks/step.py), the
-state of the random generators. Tensors are stored whole by name: any number of ranks can read them, with any sharding
-of the item table. state.json has the progress and the checksum of every file. The folder is written atomically; several
-ranks write it in the background.
+A checkpoint is a folder `step-00001234` of torch.distributed.checkpoint. It has the weights of training, their averages
+and the optimiser's state. A single process also saves the state of its random generators; with several ranks, each step
+sets the seeds (training/ranks/step.py). Tensors are stored whole by name: any number of ranks can read them, with any
+sharding of the item table. state.json has the progress and the checksum of every file. The folder is written
+atomically; several ranks write it in the background.
 """
 
 import re
@@ -392,7 +392,7 @@ def _plain(name: str) -> bool:
 
 @contextmanager
 def _or_older(folders: list[Path]) -> Iterator[None]:
-    """Add to a CheckpointError about the last of these checkpoints how to resume from the one before, if any."""
+    """If there is an older checkpoint, add to a CheckpointError about the last one how to resume from the older one."""
     try:
         yield
     except CheckpointError as error:

@@ -58,12 +58,12 @@ class TrainConfig(Options):
     epochs: int = Field(ge=1)
     """The number of passes over the training data."""
     steps: int | None = Field(None, ge=1)
-    """The number of steps after which no new epoch starts, a limit in addition to `epochs`; absent, no limit. The same
-    number of steps suits data sets of any size; the same number of epochs does not."""
+    """The number of steps after which no new epoch starts, a limit in addition to `epochs`; if absent, no limit. The
+    same number of steps suits data sets of any size; the same number of epochs does not."""
     batch_size: int = Field(128, ge=1)
     """The number of users in a batch."""
     augment: Augment | None = None
-    """Random changes to the training sequences, drawn anew in every epoch; absent, no changes."""
+    """Random changes to the training sequences, drawn anew in every epoch; if absent, no changes."""
     lr: float = Field(1e-3, gt=0)
     """The learning rate."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)] = (0.9, 0.98)
@@ -77,9 +77,9 @@ class TrainConfig(Options):
     step."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """The decay of an exponential moving average of the weights, in fp32. If it is set, the average is evaluated in
-    place of the weights; absent, no average."""
+    place of the weights; if absent, no average."""
     clip_norm: float | None = Field(None, gt=0)
-    """The maximum norm of the gradient; absent, gradients are not clipped."""
+    """The maximum norm of the gradient; if absent, gradients are not clipped."""
     autocast: Literal["none", "bf16"] = "none"
     """Whether layers compute in bf16."""
     residual: Literal["float32", "bfloat16"] = "float32"
@@ -115,8 +115,8 @@ class EvalConfig(Options):
     """Evaluation during and after training."""
 
     every: int = Field(1, ge=0)
-    """The number of epochs between evaluations during training; 0 for none. They use the validation split. If there is
-    none, they use the test split, and nothing is chosen by the results."""
+    """The number of epochs between evaluations during training; 0 for none. They use the validation split. Without
+    one they use the test split, and nothing is chosen by their results."""
     batch_size: int = Field(512, ge=1)
     """The number of users in a batch."""
     filter_seen: Literal["auto", "history", "window", "none"] = "auto"
@@ -129,10 +129,10 @@ class EvalConfig(Options):
     left out, and the user's targets at one time (a basket) are one ranking with several relevant items."""
     metrics: list[str] | None = Field(None, min_length=1)
     """The metrics of retrieval, with any k: `HR@5`, `NDCG@10`, `Recall@20`, `Precision@10`, `MAP@10`, `MRR@10`, `MRR`
-    or `MAP`; absent, HR and NDCG at 1, 5, 10, 50, 100 and 200, and MRR. `best_metric` is always computed too."""
+    or `MAP`; if absent, HR and NDCG at 1, 5, 10, 50, 100 and 200, and MRR. `best_metric` is always computed too."""
     best_metric: str | None = None
     """The metric that chooses the best weights: those with the greatest value or, for losses such as log_loss, the
-    smallest; absent, the task's first metric (retrieval: NDCG@10)."""
+    smallest; if absent, the task's first metric (retrieval: NDCG@10)."""
     patience: int | None = Field(None, ge=1)
     """The number of evaluations in a row without an improvement of best_metric after which training stops; absent,
     training never stops early. Evaluations during an attention's warm-up do not count."""
@@ -251,7 +251,7 @@ class RunConfig(Options):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device; `auto` is the GPU if there is one."""
     threads: int | None = Field(None, ge=1, le=4096)
-    """The number of CPU threads; absent, torch's default."""
+    """The number of CPU threads; if absent, torch's default."""
     run_dir: PathText = "runs"
     """The folder for all runs."""
     data: DataConfig
@@ -369,7 +369,7 @@ def merge(tree: dict, changes: Mapping[str, Any], within: Sequence[str] = ()) ->
         >>> tree
         {'model': {'num_layers': 2, 'num_heads': 4}, 'train': {'lr': 0.01}}
     """
-    for key in sorted(changes, key=lambda key: key != "kind"):  # first, since a new kind removes options of the old one
+    for key in sorted(changes, key=lambda key: key != "kind"):  # `kind` first: a new one removes options of the old
         value, keys = changes[key], [*within, *([key] if within else key.split("."))]
         if isinstance(value, Mapping) and value:
             merge(tree, value, keys)
@@ -427,7 +427,7 @@ def _explain(item: ErrorDetails, tree: dict) -> str:
     """Format a pydantic error with its location in the configuration."""
     location = list(item["loc"])
     if location[:3] == ["model", "attention", 0] and not isinstance(tree["model"]["attention"], list):
-        del location[2]  # one mapping for all layers, which a validator has put into a list
+        del location[2]  # the user gave one mapping, which a validator put into a list
     if location[:2] == ["model", "head"] and location[2:3] in (["dot"], ["mol"]):
         del location[2]  # the kind of head, which pydantic inserts
     return explain(item, lambda place: _keys_at(place, tree), location)

@@ -83,7 +83,7 @@ def read_tensors(source: Path, tensors: dict[str, Any]) -> None:
 
 
 def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
-    """Return `local`, [rows, columns] or [rows], as a DTensor of which it is this rank's shard.
+    """Return the DTensor that has `local`, [rows, columns] or [rows], as this rank's shard.
 
     If `local` is [rows], one number for each row, a column-wise DTensor has one column for each rank.
     """

@@ -101,8 +101,8 @@ def captured(
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Capture a CUDA graph of function(); return the graph and the result.
 
-    what: the start of the error message. refusal: the exception to raise if the function cannot be captured; its other
-    errors are raised unchanged. options: of `torch.cuda.graph`.
+    what: the start of the error message. refusal: the exception to raise if the function cannot be captured; other
+    errors of the function are raised unchanged. options: of `torch.cuda.graph`.
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     try:

@@ -72,7 +72,7 @@ def train_epoch(run: TrainingRun, bar: Bar) -> None:
         due, signal = run.agree()
         if signal:
             raise stop(run, signal)
-        if due and progress.batch < len(run.batches):  # after the last batch, save_when_due follows the evaluation
+        if due and progress.batch < len(run.batches):  # after the last batch, `save_when_due` saves
             run.save()
     run.losses = run.means.values()
     for name in run.ranks.broadcast([name for name, value in run.losses.items() if not math.isfinite(value)]):

@@ -57,8 +57,8 @@ class MetricsLog:
     def write(self, record: dict, seconds: float, trained: dict[str, float]) -> None:
         """Write `record` as a line of metrics.jsonl, with null for a metric that has no value, and log curves.
 
-        trained: losses and rates of training by name. Their curves are named train/NAME, those of the other values of
-        `record` SPLIT/NAME. Values of `trained` that are not in `record` are only logged as curves.
+        trained: losses and rates of training by name. Their curves are named train/NAME; the curves of other values
+        of `record` are named SPLIT/NAME. Values of `trained` that are not in `record` are only logged as curves.
         """
         record, step = with_nulls({**record, "seconds": round(seconds, 3)}), record["step"]
         with access(self.path, "written"):

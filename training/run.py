@@ -118,9 +118,9 @@ def open_data(
     Build and store the run with `Data.config`, which has all values that depend on the data.
 
     trained_on: the stored data of the run; the opened data must have its fingerprint. If the source has changed or is
-    missing, the prepared copy is used; with `moved` it is an error. moved: the options that name another source than
-    the run's. vocabulary: the model's vocabulary, to translate other data into. extends: a vocabulary that the
-    vocabulary of these data extends. device: by default that of the configuration. ranks: the ranks that open the data
+    missing, the prepared copy is used; with `moved` this is an error. moved: the options that name another source than
+    the run's. vocabulary: the model's vocabulary, to translate other data into. extends: the vocabulary of an earlier
+    run, to which these data add. device: by default that of the configuration. ranks: the ranks that open the data
     together; the first one prepares them. rest: see `find_data`.
 
     Examples:

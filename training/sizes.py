@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
 FEW_EVENTS = Sizes(64, 2, 200, 0.4, 0.1, 32, 0.1)
 REPEATING = Sizes(256, 3, 400, 0.4, 0.1, 32, 0.05)
-# The largest mean number of events of a user -> sizes.
+# The mean number of events of a user, up to which the sizes are used -> sizes.
 BY_HISTORY = {
     20.0: Sizes(512, 2, 200, 0.6, 0.07, 256, 0.1),
     64.0: Sizes(256, 3, 200, 0.5, 0.07, 128, 0.1),

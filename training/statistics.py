@@ -92,7 +92,7 @@ def log_ratio(
     """Return the logarithm of the ratio of the means of ours [..., S, M] and theirs [..., R, M], and its error.
 
     same_runs: whether row i of both is the same trained model, evaluated in two ways, so that seeds add no variance.
-    The result is infinite or NaN if a mean, also over a draw of users, is 0.
+    The result is infinite or NaN if a mean is 0, over all users or over a draw of them.
     """
     if ours.shape[:-2] != theirs.shape[:-2] or ours.shape[-1] != theirs.shape[-1]:
         raise ValueError(f"the values are {ours.shape} and {theirs.shape} ([..., seeds, users]): not of the same users")

@@ -36,8 +36,8 @@ from training.weights import TABLE, load_weights
 class Update:
     """An update whose previous run has been opened and evaluated on the new events.
 
-    folder, known, weights, source: the previous run. before: its data. data: those of the update. lines: of
-    lineage.jsonl, of which the last one, for the update, has no run id yet.
+    folder, known, weights, source: the previous run. before: its data. data: those of the update. lines: the
+    lines of lineage.jsonl; the last one describes the update and has no run id yet.
     """
 
     folder: Path

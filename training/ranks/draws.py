@@ -44,7 +44,7 @@ def _mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
-CALLS = 2  # of Draws.below in a step, at most
+CALLS = 2  # the most calls of Draws.below in a step
 
 
 def write_bases(bases: Tensor, seed: int, step: int) -> None:

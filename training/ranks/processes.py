@@ -37,7 +37,7 @@ class Ranks:
     """The ranks that torchrun started, seen from this process; a single rank without torchrun.
 
     world, rank          the number of processes, and the rank of this one
-    data, place          the number of ranks that share each batch, and the rank among them
+    data, place          the number of ranks that share each batch, and this rank's index among them
     context              the number of ranks that share each sequence
     by_heads             whether sequences are shared by heads, otherwise by a ring
     engine               whether batches or tables are distributed (training/ranks/step.py), even with a single rank
@@ -136,7 +136,7 @@ class Ranks:
     def sum_gradients(self, parameters: Iterable[Tensor], losses: Tensor, padded: bool = False) -> Tensor:
         """Sum the parameters' gradients over the ranks, in place, and return the sum of the losses [n].
 
-        padded: all ranks have tokens, so that a parameter without a gradient has none on any rank.
+        padded: all ranks have tokens, so that a parameter without a gradient here has none on the other ranks either.
         """
         if self.world == 1:
             return losses
@@ -194,7 +194,7 @@ def consecutive(batch: Batch, rank: int, world: int, group: Any, num_context: in
     """
     if num_context:
         items, (batch, places) = batch.item_ids, batch.with_context(num_context)
-        # Context tokens look up the item after them: a fused optimiser updates every row that is looked up.
+        # A fused optimiser updates every row that is looked up: context tokens look up the item of the next event.
         if len(items):
             following = torch.bucketize(torch.arange(batch.num_tokens, device=places.device), places)
             batch.item_ids = items[following.clamp(max=len(items) - 1)]

@@ -85,7 +85,7 @@ def distinct(num_items: int, num_draws: int) -> int:
 
 
 def num_looked_up(config: RunConfig, tokens: int) -> int:
-    """Return the number of ids that a rank looks up in a step: inputs and, for sampled losses, items."""
+    """Return the number of ids that a rank looks up in a step: inputs and, in sampled losses, targets and negatives."""
     loss = config.loss
     if not config.task.has_item_loss or loss.kind == "cross_entropy":
         return tokens
