@@ -141,7 +141,10 @@ def _by_group(results: Results, colors: dict[str, int]) -> list[tuple[str, str]]
 
 
 def readable_changes(changes: Sequence[str]) -> list[str]:
-    """Return the lines of `changed_options` for a page: without options of the baseline's kind only, None as absent."""
+    """Return the lines of `changed_options` for a page.
+
+    If a kind differs, options that only the baseline's kind has are left out. None is written as `absent`.
+    """
     mappings = tuple(line.partition("kind: ")[0] for line in changes if ".kind: " in line)
     lines = [line for line in changes if not (line.endswith(" -> None") and line.startswith(mappings))]
     lines = [line.replace(": None -> ", ": " if line.startswith(mappings) else ": absent -> ", 1) for line in lines]

@@ -97,7 +97,7 @@ Source = Annotated[Annotated[Range, Tag("range")] | Annotated[Choices, Tag("choi
 
 
 class Pruning(Options):
-    """Rules for ending a trial early: if its best metric so far is worse than the median of earlier trials there.
+    """Rules for ending a trial early: at an epoch at which its best metric is worse than the median of earlier trials.
 
     The first `startup_trials` trials, and the first `warmup_epochs` epochs of a trial, are never pruned.
     """

@@ -64,7 +64,7 @@ def paged_block_sparse(
     begun = block_sums.begun(layer, group.pages, group.lengths) if group.candidates else ()
     q, k, v = (padded(x, group.offsets, most) for x in (q, k, v))
     gates = [padded(g[..., None], group.offsets, most) for g in gates]
-    # Positions [B, Q]. Padding has that of the user's last new token: the tables end at position N.
+    # Positions [B, Q]. Bias tables end at position N, so padding has the position of the user's last new token.
     lengths = group.lengths.long()[:, None]
     places = torch.minimum(lengths + torch.arange(most, device=q.device), lengths + counts.clamp(min=1)[:, None] - 1)
     if group.candidates:
@@ -107,7 +107,7 @@ class _Tokens:
 
     stored   the pages
     longest  L
-    keys     (keys [B, H, L, D], values [B, H, L, V]); empty where each user has one new token, which reads the pages
+    keys     (keys [B, H, L, D], values [B, H, L, V]); empty if each user has one new token: it reads the pages
     sums     sums of complete blocks, [B, H, M, D] and [.., V]
     begun    candidates only: the sums of the earlier tokens of the candidates' block, [B, H, 1, D] and [.., V]
     times    (times of keys [B, L] or None without keys, query times [B, Q], times of the new tokens [B, Q]), or None
@@ -119,7 +119,7 @@ class _Tokens:
         self.stored, self.longest, self.keys, self.sums, self.begun = stored, longest, keys, sums, begun
 
     def __call__(self, q, k, v, gates, places, begin, choice) -> tuple[Tensor, Tensor]:
-        """Return (outputs [B, H, Q, V], the choice after them) for queries from `begin` on, at positions `places`."""
+        """Return (outputs [B, H, Q, V] of queries from `begin` on at positions `places`, the choice after these)."""
         c, device = self.inner.config, q.device
         size, scale, normalizer = c.block_size, c.scale, self.inner.normalizer
         rows = slice(begin, begin + q.shape[2])
@@ -205,7 +205,7 @@ class _Tokens:
         return selected, near
 
     def _completed(self, q, k, v, places, query_times, token_times) -> Tensor | float:
-        """Return the contribution [B, H, Q, V] to each candidate's output of the block that the candidate completes."""
+        """Return what the block that a candidate completes adds to the candidate's output, [B, H, Q, V]."""
         size = self.inner.config.block_size
         completes = (places + 1) % size == 0  # [B, Q], the same for all candidates of a user
         kbar, vbar = ((x + y) / size for x, y in zip(self.begun, (k, v)))

@@ -43,8 +43,8 @@ class Entry:
 class Caches:
     """The entries of all users who have pages, the least recently used first.
 
-    group: lengths are only cut to multiples of this: the size of a selection group for bsa, since the choice of an open
-    group cannot be computed again, otherwise 1.
+    group: lengths are only cut to multiples of this number: 1 or, for bsa, the size of a selection group, since the
+    choice of an open group cannot be computed again.
 
     ahead: the entries of the next windows of users; their pages are the first to be freed.
     soon: the users whose next windows are to be encoded.

@@ -98,8 +98,8 @@ def _widened(rows: np.ndarray, longest: int) -> np.ndarray:
 class Contexts:
     """The codes of events' actions and features, and the features of users.
 
-    The code of an event is the number of its features in `events` times the run's number of actions, plus the code of
-    its action; without features it is the code of the action.
+    The code of an event is the row number of its features in `events` times the run's number of actions, plus the code
+    of its action; without features it is the code of the action.
 
     actions  the codes of actions; None if the run does not read actions
     events   the rows of features of events seen so far; None if the run has no features of events

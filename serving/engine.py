@@ -262,7 +262,7 @@ class Engine:
                 return
             end, total, chosen = begin, 0, set()
             while end < begin + fit and (end == begin or total + num_outputs[end] <= most):
-                # A ranking request writes the user's last token after the pages' tokens: one request at a time.
+                # A ranking request writes the user's last token after the cached ones: one request of a user in a pass.
                 if self.ranking and users[end] in chosen:
                     break
                 chosen.add(users[end])

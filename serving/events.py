@@ -32,8 +32,8 @@ class Events(ServedRun):
             actions: [E] if the model reads actions, in the units of the run's data: numbers (such as stars) or text.
             features: the run's features of events, name -> a value for each event, as in `add_users`; features that are
                 left out have no value.
-            encode: bring pages up to date now, those of new users and of users who have pages; otherwise each user's
-                next request does.
+            encode: bring the pages of new users and of users who have pages up to date now; otherwise each user's next
+                request does.
 
         Raises, with nothing changed: UnknownItem, MissingActions, InvalidRequest, LimitReached.
 

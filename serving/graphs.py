@@ -86,7 +86,7 @@ class Graphs:
     def _capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> _Captured:
         device_inputs = [x.to(self.device, copy=True) for x in inputs]
         staged = [y if x.is_cuda else torch.empty_like(x, pin_memory=True) for x, y in zip(inputs, device_inputs)]
-        # Run once before the capture: libraries initialize themselves in a thread's first call, which it forbids.
+        # Run once before the capture: libraries initialize themselves in a thread's first call, which captures forbid.
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             function(*device_inputs)

@@ -189,7 +189,7 @@ class Histories:
     """The histories of all users, by id as text.
 
     A window slides after at most S more events, and a late event may push an event from before the window back into it.
-    So the events are stored from S before the begin of the window on: then every later window is complete.
+    So events are stored from S events before the window's begin on, which makes every later window complete.
     """
 
     def __init__(self, window: Window, has_actions: bool, most_users: int, most_events: int):

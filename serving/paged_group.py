@@ -55,7 +55,7 @@ class PagedPass:
 
     last     the last layer, if tokens are only written and its outputs are not used; None if they are used
     choices  for bsa, layer -> [B, H, S] int32: the blocks chosen for the selection group of each user's next token, -1
-             if there are fewer or a new selection group begins. Each layer replaces them by those after the pass.
+             if there are fewer or a new selection group begins. Each layer updates its choices in the pass.
     sums     the sums of blocks, for models with layers of kind bsa
     context  [T] int64, the index of a feature token among all feature tokens of the pass, -1 for events; None if all
              tokens are events

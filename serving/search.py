@@ -67,12 +67,12 @@ class Search:
         users, counts = len(out), [len(items) for items in seen]
         padded = self.engine.padded and users <= MOST_USERS and windows is None
         rows, items = (rounded_up(users), rounded_up(max(1, sum(counts)), 4)) if padded else (users, sum(counts))
-        some = 0 if masks is None else rounded_up(len(masks[0])) if padded else len(masks[0])
+        num_masks = 0 if masks is None else rounded_up(len(masks[0])) if padded else len(masks[0])
         # `numbers` has the offsets, the mask of each user, then the seen items, two in each int64. Padding items are -1
         # and belong to the last user.
-        key, graphs = ("lists", rows, items if seen else None, k, some), self.engine.graphs if padded else None
+        key, graphs = ("lists", rows, items if seen else None, k, num_masks), self.engine.graphs if padded else None
         numbers = graphs.staged(key, 1) if graphs else None
-        words = graphs.staged(key, 2) if graphs and some else None
+        words = graphs.staged(key, 2) if graphs and num_masks else None
         if numbers is None:
             numbers = torch.empty(2 * rows + 1 + cdiv(items, 2), dtype=torch.int64)
         which, seen_items = numbers[rows + 1 : 2 * rows + 1].numpy(), numbers[2 * rows + 1 :].view(torch.int32).numpy()
@@ -86,7 +86,7 @@ class Search:
             seen_items[sum(counts) :] = -1
         inputs = [numbers]
         if masks is not None:
-            words = torch.zeros(some, cdiv(self.num_items, 8), dtype=torch.uint8) if words is None else words
+            words = torch.zeros(num_masks, cdiv(self.num_items, 8), dtype=torch.uint8) if words is None else words
             words[: len(masks[0])] = torch.from_numpy(masks[0])
             which[:users] = masks[1]
             inputs.append(words)

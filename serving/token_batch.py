@@ -113,8 +113,8 @@ class TokenBatch:
     def padded_sizes(self, pages: int) -> Sizes:
         """Return the sizes that the pass is padded to, for tables of `pages` pages.
 
-        The padding tokens belong to additional users without pages: one token each if the other users have one each,
-        all padding candidates to a single user, otherwise up to FEW each, which fit into any table.
+        Padding tokens belong to additional users without pages. If each user has one token, so has each additional
+        user. Padding candidates belong to a single user. Otherwise a user has up to FEW, which fit into any table.
         """
         users, total = rounded_up(len(self.entries)), int(self.counts.sum())
         if self.kind != "rank" and total == len(self.entries):

@@ -68,7 +68,7 @@ def planned(recommender: Recommender, ids: EventIds, requests: Sequence[Events])
     names.clear()
     for plan in plans:
         request = plan.request
-        plan = _plan(recommender, ids, names, request)  # again: the first event with an id may have been refused
+        plan = _plan(recommender, ids, names, request)  # again: an earlier event with the id may be refused
         try:
             recommender.check_room([user for each in (*fitting, plan) for user in each.users])
         except LimitReached as error:

@@ -29,7 +29,7 @@ from training.folder import FolderError, access, read_manifest, read_regular
 RESULT = "result.json"
 CHECKED_USERS, CHECKED_ITEMS = 64, 64  # their scores must be finite
 WARM_USERS = 1024  # most users whose windows are encoded before the model is replaced
-FEW_BYTES = 2**16  # of the log: the rest is read while requests wait
+FEW_BYTES = 2**16  # most bytes of the log that are read while requests wait
 logger = logging.getLogger("hstu_sparse.serve")
 
 

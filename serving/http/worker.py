@@ -55,7 +55,7 @@ class Stopping(RequestError):
 class Exchange(Request):
     """A request to replace the model. Its result is None.
 
-    recommender: the new model, which has everything that `source` has read; the rest is added first.
+    recommender: the new model, with everything that `source` has read so far; the rest is added before the exchange.
     """
 
     recommender: Recommender
