@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser, *arguments):
-        # Read, not imported, which would take seconds; the installed metadata may be those of an earlier checkout.
+        # The file is read: an import would take seconds, and installed metadata may be from an earlier checkout.
         text = (ROOT / "hstu_sparse" / "__init__.py").read_text(encoding="utf-8")
         version = text.partition('__version__ = "')[2].partition('"')[0]
         _print(f"hstu_sparse {version}, commit {commit()}\n")
@@ -297,7 +297,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     add("--floor", type=_floor, action="append", metavar="METRIC=VALUE",
         help="refuse a run whose result.json has a worse value than this")  # fmt: skip
     add("--missing-items", type=float, default=0.0, metavar="SHARE",
-        help="the fraction of the served items that a newer run may not have; by default 0")  # fmt: skip
+        help="the greatest fraction of the served items that may be unknown to a newer run; by default 0")  # fmt: skip
     add("--host", default="127.0.0.1", help="the address to listen on; by default 127.0.0.1, for this machine only")
     add("--port", type=int, default=8000, help="the port to listen on; by default 8000; 0: any free port")
     add("--token-file", type=Path, metavar="FILE", help="require the bearer token in FILE, except on /health")
@@ -441,7 +441,7 @@ def parse_early(
     description: str | None,
     check: Callable[[argparse.Namespace], str | None] | None = None,
 ) -> None:
-    """Exit before the slow imports if the arguments are wrong, or if a text is all that they need.
+    """Exit before the slow imports if the arguments are wrong, or if they only need a text to be printed.
 
     Until `Interrupts` is entered, Ctrl-C ends the process with one line.
 

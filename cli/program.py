@@ -51,7 +51,7 @@ def first_to_fail() -> bool:
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
         return store.add(f"hstu_sparse/failed/{attempt}", 1) == 1
     except (KeyError, ValueError, RuntimeError):
-        return True  # the store is unreachable: print rather twice than never
+        return True  # the store is unreachable: better printed twice than never
 
 
 def lost_rank(error: Exception) -> bool:

@@ -1,6 +1,6 @@
 """Print the programs' lines, tables, progress and errors, on a terminal or into a pipe or file.
 
-All output goes through `terminal`. It escapes control characters and undecodable bytes, prints names of the user's
+All output goes through `terminal`. It escapes control characters and undecodable bytes, prints the user's names
 without reading them as markup, and tolerates a closed pipe or a full disk.
 """
 

@@ -1,4 +1,4 @@
-"""From a run's folder and a CSV of new events (user, item, timestamp) to what comes next for each user.
+"""Recommend the next items for each user in a CSV of new events (user, item, timestamp), with a run.
 
 python examples/recommend.py RUN EVENTS.csv
 """

@@ -1,4 +1,4 @@
-"""From a CSV of items with texts to vectors of them, as data.features.items reads: NAME.npy and NAME.ids.npy.
+"""Compute vectors of items from texts in a CSV, in the files that data.features.items reads: NAME.npy, NAME.ids.npy.
 
 python examples/vectors.py ITEMS.csv titles.npy --text title --size 64
 """

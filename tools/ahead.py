@@ -256,8 +256,8 @@ def _instructions(listing: str) -> Iterator[tuple[str, str, str]]:
 def _left_over(listing: str) -> list[str]:
     """Return the instructions that read an older value of a uniform register.
 
-    This can be seen where the upper half of a descriptor is a constant plus the carry of the lower half plus a term
-    that should be 0.
+    They are found where the upper half of a descriptor is a constant plus the carry of the lower half plus a term,
+    which should be 0.
     """
     last: dict[str, str] = {}
     instructions = []
@@ -290,7 +290,7 @@ def _never_written(listing: str) -> list[str]:
         wide = 2 if "desc[" in sources or (writes and ".64" in name) else 1
         read = {int(r) + i for r in re.findall(r"UR(\d+)", sources) for i in range(wide)}
         descriptors = re.search(r"gdesc\[UR(\d+)\]", sources)
-        if descriptors:  # descriptors of both operands; with the left one in registers only the second pair counts
+        if descriptors:  # descriptors of both operands; if the left one is in registers, only the second counts
             first = 2 if re.match(r"\s*R\d+, R\d+", operands) else 0
             read = {int(descriptors[1]) + i for i in range(first, 4)}
         if read - written:
