@@ -253,7 +253,7 @@ def _open(folder: Path, fingerprint: str) -> Dataset | None:
 def _given_cache(folder: Path, requested: dict) -> Dataset | None:
     """Return the cache at data.path, or None if the folder is not a cache.
 
-    DataError if the cache has another recipe than `requested`; its options may differ if those requested are None.
+    DataError if the cache has another recipe than `requested`; if `requested` has no options, the cache may have any.
     """
     try:
         if not (folder / "meta.json").is_file():

@@ -149,7 +149,7 @@ def scoring_windows(users: np.ndarray, begin: np.ndarray, scored: np.ndarray, en
     """Cut samples that score each of the events scored .. end-1 of each user exactly once.
 
     Windows of C = `capacity` events begin at every max(1, C // 2)-th event from the user's first one, `begin`. An event
-    is scored in the first window with it, which has the longest history. users, begin, scored, end: [U] int64.
+    is scored in the first window that contains it, where its history is longest. users, begin, scored, end: [U] int64.
     """
     hop = max(1, capacity // 2)
     some = scored < end

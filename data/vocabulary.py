@@ -130,7 +130,7 @@ def with_vocabulary(dataset: Dataset, vocabulary: Vocabulary, min_user_events: i
 
 
 def _known_actions(actions: np.ndarray, dataset: Dataset, vocabulary: Vocabulary) -> np.ndarray:
-    """Return the vocabulary's codes of the same texts: [E]; DataError for a text that is not in it."""
+    """Return the vocabulary's codes [E] for the texts of `actions`; DataError for a text that it does not have."""
     names, known_names = dataset.action_names, vocabulary.action_names
     _check_names(dataset, vocabulary)
     if names is None or known_names is None:

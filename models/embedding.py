@@ -207,7 +207,7 @@ class InputEmbedding(nn.Module):
 
     def _looked_up(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Look up the representations of the batch's items and the rows of its actions, both [T, E]."""
-        # Evaluation does without torchrec, which torch.export does not support, and has the same result.
+        # Evaluation computes the same without torchrec, which torch.export does not support.
         if self.sharded is not None or self.items is not None or not self.training:
             if self.sharded is not None:
                 ids, inverse = torch.unique(batch.item_ids, return_inverse=True)

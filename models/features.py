@@ -54,7 +54,7 @@ class Bags(NamedTuple):
 
 
 class FeatureTables(nn.Module):
-    """A table for each feature. Row 0, for unknown values, is initialised with zeros, the others truncated normal."""
+    """A table for each feature. Row 0, for unknown values, starts as zeros; other rows are drawn truncated normal."""
 
     def __init__(self, sizes: dict[str, int], embedding_dim: int, dtype: torch.dtype):
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType  # see models/embedding.py

@@ -309,8 +309,8 @@ def _entropy(p: Tensor) -> Tensor:
 def _chunk_loss(head, parameters, out, targets, negatives, source, part: CataloguePart | None = None) -> Tensor:
     """Return the sum of the losses of a chunk of rows; parameters: the head's, by name.
 
-    source: the catalogue's `Side`, or (table,), from which the negatives are prepared. part: the loss is over the whole
-    catalogue, its gradients are those of this part.
+    source: the catalogue's `Side`, or (table,), from which the negatives are prepared. part: if given, the
+    loss is over the whole catalogue, with the gradients of this part.
     """
 
     def call(method: str, *arguments):

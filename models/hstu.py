@@ -263,7 +263,7 @@ class SequenceModel(nn.Module):
         rows [T, E]: the representations of the batch's items, if they were looked up before. share: maps each layer's
         loss to a rank's share of the mean over all ranks.
         """
-        batch = dataclasses.replace(batch)  # its results of `Batch.once` live for this pass
+        batch = dataclasses.replace(batch)  # a copy, so that results of `Batch.once` live for this pass
         if batch.cut is not None and batch.cut.uncut is not None:
             batch.cut = batch.cut._replace(uncut=dataclasses.replace(batch.cut.uncut))
         narrow = self.residual_dtype if self.training else None

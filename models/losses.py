@@ -52,7 +52,7 @@ class Negatives(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The targets of outputs and what they compete with: a rank's share of the loss of a batch, or all of it.
+    """The targets of outputs and the competing items: a rank's share of the loss of a batch, or the whole loss.
 
     targets  [T], as indices into `items`; without `items` the numbers of `places_of`; -1 for none, padding included
     drawn    the negatives, numbered in the same way; None: targets compete with all items

@@ -70,7 +70,7 @@ class Recall(Retrieval):
             return None
 
     def __init__(self, config: TaskOptions, ranks: RankGroup | None = None):
-        Task.__init__(self, config, ranks)  # not Retrieval's, which sets its metrics
+        Task.__init__(self, config, ranks)  # Retrieval's sets the metrics of retrieval
         self.headline = self.plotted = ("accuracy", "worst")
 
     def check_data(self, dataset: Dataset) -> None:
