@@ -84,8 +84,7 @@ def user_values(probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray
         return mean + count * np.bincount(user, contributions, minlength=count)
 
     p, q, area = labels.sum(), (~labels).sum(), auc(probabilities, labels)
-    # For a positive event the share of negatives with a lower score, for a negative event that of positives with a
-    # higher score.
+    # above: the share of negatives with a lower score; below: the share of positives with a higher score.
     above, below = _share_under(probabilities, ~labels), 1 - _share_under(probabilities, labels)
     won = np.where(labels, above, below)
     aucs, events = user_aucs(probabilities, labels, users)

@@ -17,7 +17,7 @@ from data.batch import Batch
 from evaluation.ranking_metrics import REMOVED
 from hstu_sparse.core.jagged import sequence_ids
 
-# The user's earlier items that are removed from a ranking; each filter removes all that the one before does.
+# The user's earlier items that are removed from a ranking; each filter also removes what the previous one removes.
 FILTERS = ("none", "window", "history")
 RANK_CHUNK = 2**22  # scores compared at a time on a CPU
 TILE = 2**25  # scores computed at a time
@@ -243,7 +243,7 @@ def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> 
                 1, columns.clamp(0, tile.shape[1] - 1), inside.to(tile.dtype)
             )
             tile = tile.masked_fill(competes == 0, float("-inf"))
-        # In the order of FILTERS, since each removes more items than the one before, in place.
+        # Filters change the tile in place, so they are applied in the order of FILTERS.
         for place in sorted(range(len(filters)), key=lambda place: FILTERS.index(filters[place])):
             if filters[place] != "none":
                 mask_seen(tile, *seen_by(filters[place], batch), start=start)

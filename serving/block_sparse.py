@@ -21,7 +21,7 @@ from models.attention.bsa import BlockSparseAttention
 from serving.block_sums import Stored
 from serving.paged_group import PagedGroup, PagedPass
 
-MOST_SCORES = 2**25  # of queries and keys in memory at a time
+MOST_SCORES = 2**25  # scores of queries and keys in memory at a time
 
 
 def paged_block_sparse(

@@ -90,7 +90,7 @@ def whole_attention(
     """Return the attention outputs [T, H, V] of a group with `whole`, by the kernels for whole sequences.
 
     These are ten times as fast as paged attention, which looks up a time bias for each pair. As in paged attention, a
-    token attends to the decoded keys and values of the others and to its exact ones. For coded pages
+    token attends to the decoded keys and values of other tokens and to the exact ones of itself. For coded pages
     `rotatekv_self_attention` computes this, here only on a CPU.
 
     Returns None if no such kernel computes the same as paged attention.

@@ -50,7 +50,7 @@ def save(folder: Path, facts: dict, weights: str, histories: Histories, caches: 
     must be equal for the pages to be read.
     """
     known = dict(histories)
-    # Users without pages first, then the others from the least recently used on.
+    # Users without pages come first, then the others, the least recently used first.
     cached = [user for user in caches.entries if user in known and caches.entries[user].length]
     users = [user for user in known if user not in set(cached)] + cached
     content = io.BytesIO()

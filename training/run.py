@@ -398,7 +398,7 @@ def trained_model(
 
 
 def check_of_this_run(run: object, folder: Path, source: Path) -> None:
-    """Raise CheckpointError unless `run`, the run's id that `source` has, is the one in the folder's run.json."""
+    """Raise CheckpointError unless `run`, the id of the run in `source`, equals the id in the folder's run.json."""
     if not isinstance(run, str):
         raise CheckpointError(f"{source}: written by another version of this program, without the id of its run")
     if run != (folder_run := read_manifest(folder)["run"]):

@@ -33,7 +33,7 @@ from serving.http.log_reader import LogError, LogReader, line_of
 from serving.http.segments import Segments, new_file
 
 FULL = 2**23  # bytes of lines after which the log continues in a new file
-# Records that are not copied to a new file: those that segments store, and lists and features except for the latest.
+# Records that are not copied to a new file, as segments store them; of lists and features, the latest are copied.
 NOT_CARRIED = b'{"users":', b'{"forget":', b'{"segment":', b'{"list":', b'{"user":'
 PARSED_TOGETHER = 2**16  # bytes of lines parsed at a time while requests are answered; it delays them by a millisecond
 logger = logging.getLogger("hstu_sparse.serve")
@@ -210,7 +210,7 @@ class EventLog(LogReader):
         def place(temporary: Path) -> None:
             self.segments.create()
             full = self.segments.lines(self.number)
-            with self.segments.lock:  # so that it is not converted before the log continues
+            with self.segments.lock:  # the full file must not be converted before the log continues
                 os.rename(self.path, full)
                 try:
                     sync(full.parent)

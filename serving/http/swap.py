@@ -137,7 +137,7 @@ class Models:
 
     def _serve(self, new: Recommender, source: LogReader | SharedUsers, users: list[str], worker: Worker) -> None:
         check_answers(new, users)
-        for begin in range(0, len(users), 16):  # so that their next requests do not wait for it
+        for begin in range(0, len(users), 16):  # so that these users' next requests do not have to
             new.encode(users[begin : begin + 16])
         worker.put(Exchange(new, source)).result()
 

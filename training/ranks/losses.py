@@ -49,7 +49,7 @@ def prepare(model: SequenceModel, config: LossConfig | None, bases: Tensor, batc
         # Positions in the same block of the whole batch get the same negatives.
         rows = batch.rows
         if config.negatives == "block":
-            rows = rows % block_count(padded_tokens(batch.whole.tokens))  # as in a captured step
+            rows = rows % block_count(padded_tokens(batch.whole.tokens))  # padded as in a captured step
         drawn = draw_negatives(config, num_items, targets, pool, Draws(bases, rows).below)
     share = Share(targets, drawn, ranks.sum((targets >= 0).sum()).clamp(min=1), ranks=ranks)
     return Prepared(share) if embedding.sharded is None else look_up_items(embedding, batch, share)
