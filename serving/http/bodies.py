@@ -102,7 +102,7 @@ class EventIn(Strict):
     item: Id
     timestamp: Seconds | None = Field(None, description="seconds since 1970; by default now")
     action: StrictInt | StrictFloat | Text | None = None
-    id: Id | None = Field(None, description="a second event of the user with this id changes nothing")
+    id: Id | None = Field(None, description="the event's id; the user's second event with the same id changes nothing")
     features: dict[str, Any] = Field({}, description="the values of the event's features")
 
 
@@ -125,7 +125,7 @@ class Accepted(Reply):
     """
 
     accepted: int
-    repeated: int = Field(description="events whose id the user's events already have; they change nothing")
+    repeated: int = Field(description="events with the id of an earlier event of the user; they change nothing")
     unknown: int = Field(description="events of items that the model does not know")
     events: list[Literal["accepted", "repeated", "unknown item"]]
 
