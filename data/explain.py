@@ -51,6 +51,6 @@ def explain(
     if kind == "value_error":
         return f"{where}: {item['ctx']['error']}"
     value = shown(repr(item["input"]), 200)
-    if kind in ("model_type", "model_attributes_type") and (some := list(keys(place))[:4]):
-        return f"{where}: expected a mapping with keys like {', '.join(some)}, got {value}"
+    if kind in ("model_type", "model_attributes_type") and (examples := list(keys(place))[:4]):
+        return f"{where}: expected a mapping with keys like {', '.join(examples)}, got {value}"
     return f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}, got {value}"

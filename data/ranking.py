@@ -152,8 +152,8 @@ def scoring_windows(users: np.ndarray, begin: np.ndarray, scored: np.ndarray, en
     is scored in the first window that contains it, where its history is longest. users, begin, scored, end: [U] int64.
     """
     hop = max(1, capacity // 2)
-    some = scored < end
-    users, begin, scored, end = users[some], begin[some], scored[some], end[some]
+    has_scored = scored < end
+    users, begin, scored, end = users[has_scored], begin[has_scored], scored[has_scored], end[has_scored]
     # The event at index p of a history belongs to window max(0, ceil((p - C + 1) / hop)).
     first = np.maximum(0, -(-(scored - begin - capacity + 1) // hop))
     last = np.maximum(0, -(-(end - 1 - begin - capacity + 1) // hop))

@@ -220,12 +220,12 @@ def hide_same_time(dataset: Dataset, split: Split, max_seq_len: int) -> Split:
     targets, start, users = targets[usable], start[usable], split.users[usable]
     starts, sample = np.unique(start, return_inverse=True)  # in the order of the users
     pairs = sample * np.int64(dataset.num_items) + dataset.items[targets]
-    _, some = np.unique(pairs, return_index=True)
-    offsets = np.append(0, np.cumsum(np.bincount(sample[some], minlength=len(starts))))
+    _, distinct = np.unique(pairs, return_index=True)
+    offsets = np.append(0, np.cumsum(np.bincount(sample[distinct], minlength=len(starts))))
     sample_users = np.zeros(len(starts), np.int64)
     sample_users[sample] = users
     begin = np.maximum(dataset.user_offsets[sample_users], starts - max_seq_len)
-    return Split(sample_users, begin, starts + 1, None, targets[some], offsets)
+    return Split(sample_users, begin, starts + 1, None, targets[distinct], offsets)
 
 
 def _reasons(skipped: dict[str, int], name: str) -> str:

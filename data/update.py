@@ -43,21 +43,23 @@ def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewE
     after = int(before.timestamps[train_events(before, train_end)].max())
     users = np.repeat(index_of(before.user_ids, dataset.user_ids), np.diff(before.user_offsets))
     items = index_of(before.item_ids, dataset.item_ids)[before.items]
-    still = (users >= 0) & (items >= 0)
-    still &= (np.bincount(dataset.items, minlength=dataset.num_items) > 0)[items]
-    old = users[still], items[still], before.timestamps[still]
-    now = np.repeat(np.arange(dataset.num_users), np.diff(dataset.user_offsets)), dataset.items, dataset.timestamps
-    is_now = np.repeat([False, True], [len(old[0]), len(now[0])])
-    user, item, time = (np.concatenate(pair) for pair in zip(old, now))
-    order = np.lexsort((is_now, time, item, user))
-    user, item, time, is_now = user[order], item[order], time[order], is_now[order]
+    has_both = (users >= 0) & (items >= 0)
+    has_both &= (np.bincount(dataset.items, minlength=dataset.num_items) > 0)[items]
+    old = users[has_both], items[has_both], before.timestamps[has_both]
+    current = np.repeat(np.arange(dataset.num_users), np.diff(dataset.user_offsets)), dataset.items, dataset.timestamps
+    is_current = np.repeat([False, True], [len(old[0]), len(current[0])])
+    user, item, time = (np.concatenate(pair) for pair in zip(old, current))
+    order = np.lexsort((is_current, time, item, user))
+    user, item, time, is_current = user[order], item[order], time[order], is_current[order]
     begins = np.append(True, (np.diff(user) != 0) | (np.diff(item) != 0) | (np.diff(time) != 0))
     group = np.cumsum(begins) - 1
-    before_count, now_count = (np.bincount(group[of], minlength=int(group[-1]) + 1)[group] for of in (~is_now, is_now))
+    size = int(group[-1]) + 1
+    old_count, current_count = (np.bincount(group[mask], minlength=size)[group] for mask in (~is_current, is_current))
+    # The index of an event in its group of equal events, in which those of `before` come first.
     place = np.arange(len(group)) - np.flatnonzero(begins)[group]
     known = np.zeros(dataset.num_events, bool)
-    known[order[is_now] - len(old[0])] = (place < 2 * before_count)[is_now]
-    lost = np.flatnonzero(still)[order[~is_now & (place >= now_count)]]
+    known[order[is_current] - len(old[0])] = (place < 2 * old_count)[is_current]
+    lost = np.flatnonzero(has_both)[order[~is_current & (place >= current_count)]]
     times = dataset.timestamps
     new = (times > after) | ((times == after) & ~known)
     return NewEvents(after, np.flatnonzero(new), np.flatnonzero((times < after) & ~known), np.sort(lost))

@@ -247,9 +247,9 @@ def _ranks(scores: Scores, batch: Batch, filters: Sequence[str], candidates) -> 
         for place in sorted(range(len(filters)), key=lambda place: FILTERS.index(filters[place])):
             if filters[place] != "none":
                 mask_seen(tile, *seen_by(filters[place], batch), start=start)
-            for some in slots:
-                part = tile[:, begin - start :] if len(slots) == 1 else tile[rows[some], begin - start :]
-                before[place][some] += count_before(part, target_scores[some], targets[some], begin)
+            for slot in slots:
+                part = tile[:, begin - start :] if len(slots) == 1 else tile[rows[slot], begin - start :]
+                before[place][slot] += count_before(part, target_scores[slot], targets[slot], begin)
     ranks = []
     for filter_name, count in zip(filters, before):
         rank = torch.where(target_scores[:, 0].isnan(), scores.num_items, 1 + scores.summed(count))

@@ -33,9 +33,9 @@ class ItemVectors(nn.Module):
 
     def __init__(self, feature: Feature, embedding_dim: int, correction: int = 0):
         super().__init__()
-        some = np.diff(feature.offsets) > 0
-        rows = np.full(len(some), -1, np.int64)
-        rows[some] = feature.codes
+        has_vector = np.diff(feature.offsets) > 0
+        rows = np.full(len(has_vector), -1, np.int64)
+        rows[has_vector] = feature.codes
         self.register_buffer("table", torch.from_numpy(feature.values), persistent=False)
         self.register_buffer("rows", torch.from_numpy(rows), persistent=False)
         self.weight = nn.Parameter(_drawn(self.width, embedding_dim))

@@ -188,7 +188,7 @@ class _Tokens:
         """Return the result of `_from_keys` for one query of each user; read only the keys that it attends to."""
         c, query_times = self.inner.config, None if self.times is None else self.times[1][:, None, rows, None]
 
-        def some(position: Tensor, hidden: Tensor) -> Tensor:  # [B, H or 1, K] -> [B, H, 1, V]
+        def attend(position: Tensor, hidden: Tensor) -> Tensor:  # [B, H or 1, K] -> [B, H, 1, V]
             keys, values = self.stored.read(position)
             seen = None if self.times is None else self.stored.times(position)[:, :, None]
             bias = pair_bias(self.bias, places[:, None, :, None] - position[:, :, None], query_times, seen)
@@ -198,10 +198,10 @@ class _Tokens:
         chosen = chosen[:, :, 0].long()  # [B, H, S]
         position = (chosen[..., None] * c.block_size + torch.arange(c.block_size, device=q.device)).flatten(2)
         absent = (chosen < 0).repeat_interleave(c.block_size, 2) | (position >= places[:, None])
-        selected, near = some(position.clamp(min=0), absent), None
+        selected, near = attend(position.clamp(min=0), absent), None
         if c.window_size:
             position = places[:, None] - torch.arange(1, c.window_size, device=q.device)
-            near = some(position.clamp(min=0), position < 0)
+            near = attend(position.clamp(min=0), position < 0)
         return selected, near
 
     def _completed(self, q, k, v, places, query_times, token_times) -> Tensor | float:

@@ -74,8 +74,8 @@ class ItemIds:
         rows, known = self.lookup(requested)
         if not known.all():
             wrong = requested[~known]
-            some = ", ".join(shown(x) for x in wrong[:NAMED].tolist())
-            raise UnknownItem(f"{name}: {len(wrong):,} of {requested.size:,} items are not known to the run: {some}")
+            named = ", ".join(shown(x) for x in wrong[:NAMED].tolist())
+            raise UnknownItem(f"{name}: {len(wrong):,} of {requested.size:,} items are not known to the run: {named}")
         return rows
 
     def lookup(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

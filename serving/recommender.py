@@ -130,7 +130,7 @@ class Recommender(Events, Catalogue, UserFeatures, Inspection):
                 items[~warm], scores[~warm] = self.popular(k, passing)
             if warm.any():
                 times = np.asarray(at)[warm] if at is not None and np.shape(at) == warm.shape else at
-                requests = self.check_requests([key for key, some in zip(keys, warm) if some], times)
+                requests = self.check_requests([key for key, is_warm in zip(keys, warm) if is_warm], times)
                 items[warm], scores[warm] = self.recommend_checked(
                     requests, k, [exclude_seen] * len(requests), [passing] * len(requests)
                 )

@@ -188,9 +188,9 @@ def _histories(arrays: dict[str, np.ndarray], has_actions: bool):
 def _choices(caches: Caches, users: list[str]) -> dict[str, np.ndarray]:
     """Return for bsa the choices of open selection groups by layer, [users, H, S] int32, -1 if none is open."""
     known = [caches.entries[user].choices for user in users]
-    some = next((choices for choices in known if choices is not None), {})
+    first = next((choices for choices in known if choices is not None), {})
     arrays = {}
-    for layer, example in some.items():
+    for layer, example in first.items():
         none = torch.full_like(example, -1)
         stacked = torch.stack([none if choices is None else choices[layer] for choices in known])
         arrays[f"choices_{layer}"] = stacked.cpu().numpy()

@@ -31,8 +31,8 @@ def add_items_of(path: Path, config: RunConfig, known: Known, model: SequenceMod
     items = new_items(features, len(ids), columns)
     if not items.described.all():
         nothing = ids[~items.described]
-        some = ", ".join(map(shown, nothing[:NAMED].tolist()))
-        raise DataError(f"{shown(path, 200)}: {len(nothing):,} items have no feature that the run knows: {some}")
+        examples = ", ".join(map(shown, nothing[:NAMED].tolist()))
+        raise DataError(f"{shown(path, 200)}: {len(nothing):,} items have no feature that the run knows: {examples}")
     if vocabulary.item_ids.dtype.kind == "i":
         if wrong := [one for one in ids.tolist() if not re.fullmatch(r"0|-?[1-9]\d{0,17}", one)]:
             raise DataError(f"{shown(path, 200)}: expected whole numbers, as the run's ids are, got {shown(wrong[0])}")

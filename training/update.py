@@ -56,7 +56,7 @@ class Update:
 def updated_config(folder: Path, overrides: list[str]) -> RunConfig:
     """Return the configuration of an update of the run in `folder`; ConfigError if it changes the model."""
     check_run(folder)
-    before, config = (load_config(folder / "config.yaml", some) for some in ([], overrides))
+    before, config = (load_config(folder / "config.yaml", options) for options in ([], overrides))
     check_updated(before, config, folder)
     if config.parallel.engine or config.parallel.context > 1:
         raise ConfigError("--update runs in one process: parallel.data=1 parallel.embedding=replicated")

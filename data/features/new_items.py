@@ -38,12 +38,12 @@ class NewItems:
     @property
     def described(self) -> np.ndarray:
         """Whether each item has a value of a feature, [M] bool."""
-        some = np.zeros(self.count, bool)
+        has_value = np.zeros(self.count, bool)
         for offsets, _ in self.item_rows:
-            some |= np.diff(offsets) > 0
+            has_value |= np.diff(offsets) > 0
         for vectors in self.vectors:
-            some |= vectors.any(1)
-        return some
+            has_value |= vectors.any(1)
+        return has_value
 
 
 def check_known_by_features(known: FeatureVocabulary | None) -> FeatureVocabulary:

@@ -175,7 +175,7 @@ def packed(vectors: VectorFile, place: np.ndarray, folder: Path | None) -> tuple
         raise DataError(f"{vectors.source.name}: it has no vector of an item")
     target = np.full(vectors.rows, -1, np.int64)
     target[place[with_row]] = np.arange(len(with_row))
-    shape, some, bad = (len(with_row), vectors.width), 0, []
+    shape, num_described, bad = (len(with_row), vectors.width), 0, []
     if folder is None:
         values = np.zeros(shape, np.float16)
     else:
@@ -186,7 +186,7 @@ def packed(vectors: VectorFile, place: np.ndarray, folder: Path | None) -> tuple
         part, finite = normalized(part[needed])
         bad += (rows[needed][~finite] + 1).tolist()
         values[target[rows[needed]]] = part
-        some += int(part.any(1).sum())
+        num_described += int(part.any(1).sum())
     if bad:
         more = f" and {len(bad) - MOST_NAMED:,} more" if len(bad) > MOST_NAMED else ""
         rows_named = ", ".join(map(str, bad[:MOST_NAMED]))
@@ -194,7 +194,7 @@ def packed(vectors: VectorFile, place: np.ndarray, folder: Path | None) -> tuple
         raise DataError(f"{vectors.source.name}{column}: a vector that is not finite in row {rows_named}{more}")
     offsets = np.append(0, np.cumsum(place >= 0)).astype(np.int64)
     codes = np.arange(len(with_row), dtype=np.int32)
-    return Feature("items", vectors.feature, VECTOR, values, codes, offsets), len(place) - some
+    return Feature("items", vectors.feature, VECTOR, values, codes, offsets), len(place) - num_described
 
 
 def _on_disk(path: Path, shape: tuple[int, int]) -> np.ndarray:

@@ -108,9 +108,9 @@ class Retrieval(Task):
         arrays = cached_arrays(self.config.data, dataset, f"baselines-{VERSION}", known, lambda: fit(dataset, splits))
         models = Baselines(arrays, again=self.config.eval.filter_seen != "history")
         if splits.valid is not None:
-            some = np.unique(np.linspace(0, len(splits.valid) - 1, TUNING_SAMPLES).astype(np.int64))
+            tuned_on = np.unique(np.linspace(0, len(splits.valid) - 1, TUNING_SAMPLES).astype(np.int64))
             options = {"batch_size": self.config.eval.batch_size, "shuffle": False, "with_seen": True}
-            samples = self.batches(dataset, splits.valid.select(some), device=batches.device, **options)
+            samples = self.batches(dataset, splits.valid.select(tuned_on), device=batches.device, **options)
             models.choose(lambda score: self._judged(score, samples, [TUNING_METRIC])[0][TUNING_METRIC])
         results = {}
         for name in models.names:

@@ -166,9 +166,9 @@ class SharedUsers:
             owners = np.array([places[user] for user, new in zip(users, some_new) if new], np.int64)
             known[some_new] = ~in_data(dataset, numbers, owners, rows[some_new], np.array(times, np.int64)[some_new])
         if known.any():
-            some = [user for user, knows in zip(users, known) if knows]
+            user_ids = [user for user, knows in zip(users, known) if knows]
             codes = None if codes is None else codes[known]
-            self.recommender.append_rows(some, rows[known], np.array(times, np.int64)[known], codes, encode=False)
+            self.recommender.append_rows(user_ids, rows[known], np.array(times, np.int64)[known], codes, encode=False)
 
     def _read_lists(self) -> None:
         lists = {name.decode(): json.loads(items) for name, items in self._answer(self._all_lists).items()}

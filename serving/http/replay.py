@@ -34,8 +34,8 @@ def replay(recommender: Recommender, log: LogReader) -> dict[str, int]:
         known = known_items[part.item] & known_actions[part.action]
         owners = np.repeat(np.arange(len(part.users)), part.counts)
         log.left_out.update(part.users[place] for place in np.unique(owners[~known]).tolist())
-        some, owners = np.unique(owners[known], return_inverse=True)
-        taken = [places.setdefault(part.users[place], len(places)) for place in some.tolist()]
+        present, owners = np.unique(owners[known], return_inverse=True)
+        taken = [places.setdefault(part.users[place], len(places)) for place in present.tolist()]
         actions = None if codes is None else codes[part.action[known]]
         parts.append((np.array(taken, np.int64)[owners], rows[part.item[known]], part.timestamps[known], actions))
         counts["taken"] += len(owners)
@@ -54,8 +54,8 @@ def replay(recommender: Recommender, log: LogReader) -> dict[str, int]:
             new = ~in_data(recommender.dataset, numbered, *columns[:3])
             counts["repeated"], counts["taken"] = int((~new).sum()), int(new.sum())
             columns = [column if column is None else column[new] for column in columns]
-            some, columns[0] = np.unique(columns[0], return_inverse=True)
-            names = [names[place] for place in some.tolist()]
+            present, columns[0] = np.unique(columns[0], return_inverse=True)
+            names = [names[place] for place in present.tolist()]
         if names:
             recommender.add_many(names, *columns)
     recommender.dataset = None

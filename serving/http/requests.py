@@ -42,11 +42,11 @@ class Events(Request):
         """Return users, items, timestamps, actions and ids of the chosen events."""
         if all(chosen):
             return self.users, self.items, self.timestamps, self.actions, self.ids
-        some: Any = [
+        columns: Any = [
             column and [value for value, choice in zip(column, chosen) if choice]
             for column in (self.users, self.items, self.timestamps, self.actions, self.ids)
         ]
-        return tuple(some)
+        return tuple(columns)
 
 
 @dataclass

@@ -205,9 +205,9 @@ def check_requests(old: Recommender, new: Recommender, most_missing: float) -> N
     _, known = new.items.lookup(ids)
     missing = ids[~known]
     if len(missing) > most_missing * len(known):
-        some = ", ".join(shown(item) for item in missing[:5].tolist())
+        examples = ", ".join(shown(item) for item in missing[:5].tolist())
         raise ModelRefused(
-            f"{new.label}: does not know {len(missing):,} of the {len(known):,} items of {old.label}: {some}"
+            f"{new.label}: does not know {len(missing):,} of the {len(known):,} items of {old.label}: {examples}"
         )
 
 

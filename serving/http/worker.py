@@ -340,12 +340,12 @@ class Worker(threading.Thread):
         longest = rounded_up(max(request.k for request, *_ in checked), 4)
         rows: Iterator[tuple[np.ndarray, np.ndarray]] = iter(())
         if warm:
-            some = any(passing.mask is not None or passing.limits for *_, passing in warm)
+            filtered = any(passing.mask is not None or passing.limits for *_, passing in warm)
             items, scores = self.recommender.recommend_checked(
                 [part for part, *_ in warm],
                 longest,
                 [request.exclude_seen for _, request, _ in warm],
-                [passing for *_, passing in warm] if some else (),
+                [passing for *_, passing in warm] if filtered else (),
                 out,
             )
             rows = zip(items, scores)
@@ -377,5 +377,5 @@ def _users(request: Request) -> list[str]:
 
 
 def _user_list(items: np.ndarray, scores: np.ndarray, k: int, cold: bool = False) -> UserList:
-    some = np.isfinite(scores[:k])
-    return UserList(items[:k][some].tolist(), scores[:k][some].tolist(), cold)
+    finite = np.isfinite(scores[:k])
+    return UserList(items[:k][finite].tolist(), scores[:k][finite].tolist(), cold)
