@@ -235,7 +235,7 @@ def recommend(
         users = chosen_users(options.users, dataset)
     latest = int(dataset.timestamps.max())
     if options.at is not None and options.at < latest:
-        raise ConfigError(f"--at {options.at}: the last event is later, at {latest}")
+        raise ConfigError(f"--at: expected at least {latest}, the time of the last event, got {options.at}")
     at, size = latest if options.at is None else options.at, config.eval.batch_size
     batches = whole_histories(dataset, users, at, config.model.max_seq_len, size, model.embedding.position.device)
     interrupts.stage = "recommending; nothing was written"

@@ -300,7 +300,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
         help="the greatest fraction of the served items that may be unknown to a newer run; by default 0")  # fmt: skip
     add("--host", default="127.0.0.1", help="the address to listen on; by default 127.0.0.1, for this machine only")
     add("--port", type=int, default=8000, help="the port to listen on; by default 8000; 0: any free port")
-    add("--token-file", type=Path, metavar="FILE", help="require the bearer token in FILE, except on /health")
+    add("--token-file", type=Path, metavar="FILE", help="require the bearer token in FILE (docs/serving.md)")
     add("--history", action="store_true", help="start with the events of the run's data")
     add("--users", type=Path, metavar="FILE", help="users' features, in the format of the run's data.features.users")
     add("--log", type=Path, metavar="FILE", help="the append-only log of accepted events; by default RUN/events.log")

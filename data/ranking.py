@@ -221,7 +221,7 @@ def label_table(dataset: Dataset, data_format: str, actions: dict[str, float | N
         if at_least is not None and not named:
             columns.append(codes >= at_least * source.action_scale)
         elif at_least is not None:
-            raise ConfigError(f"task.actions: {name}: at_least is for numbers, the actions here are {named}")
+            raise ConfigError(f"task.actions: {name}: at_least expects numbers, but the actions are {named}")
         elif name in source.flags:
             columns.append(codes >> source.flags.index(name) & 1)
         elif name in texts:

@@ -173,14 +173,14 @@ def _simple(base: Setting, metric: str) -> dict[str, dict[str, float | None]]:
 
 def _check_comparable(first: FinishedRun, run: FinishedRun) -> None:
     if run.config.task.judged_by() != first.config.task.judged_by():
-        raise ConfigError(f"{shown(run.folder, 200)}: another task than {shown(first.folder, 200)}")
+        raise ConfigError(f"{shown(run.folder, 200)}: expected the same task as in {shown(first.folder, 200)}")
     if run.config.eval.filter_seen != first.config.eval.filter_seen:
         raise ConfigError(
             f"{shown(run.folder, 200)}: eval.filter_seen={run.config.eval.filter_seen}, "
             f"{shown(first.folder, 200)} has {first.config.eval.filter_seen}"
         )
     if run.evaluated_on != first.evaluated_on:
-        raise ConfigError(f"{shown(run.folder, 200)}: evaluated on other events than {shown(first.folder, 200)}")
+        raise ConfigError(f"{shown(run.folder, 200)}: expected the same test events as in {shown(first.folder, 200)}")
 
 
 def _fill(settings: list[Setting]) -> bool:

@@ -42,7 +42,7 @@ class Range(Options):
         if self.low > self.high:
             raise ValueError(f"low={self.low} is above high={self.high}")
         if self.log and (self.low <= 0 or self.step is not None):
-            raise ValueError("log: true needs low above 0, and takes no step")
+            raise ValueError("log: true needs low above 0, and cannot be combined with step")
         return self
 
     @property

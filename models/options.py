@@ -115,7 +115,7 @@ class ModelConfig(Options):
                         "all others attend: use dense or softmax, or as=sum"
                     )
         if self.id_dropout and items is None:
-            raise ValueError("model.id_dropout: needs data.features.items, which represent items without their rows")
+            raise ValueError("model.id_dropout: needs data.features.items, which represent items without an id")
         if self.id_dropout == 1 and run.parallel.sharded:
             raise ValueError(
                 "model.id_dropout=1: not supported with parallel.embedding, since there is no item table to divide"

@@ -67,5 +67,5 @@ class Catalogue(ServedRun):
             (9, 8)
         """
         if self.ranking or not self.config.model.head.has_item_vectors:
-            raise ServingError("the run does not score by one vector for each item, expected another task or head")
+            raise ServingError("expected a task and head that score items by one vector each")
         return export_items(Path(folder), self.model, self.items.ids)

@@ -90,7 +90,7 @@ class Progress(BaseModel):
         if wrong := sorted(cls.model_fields.keys() ^ facts.keys()):
             raise CheckpointError(
                 f"{source}: written by another version of this program "
-                f"({', '.join(map(shown, wrong))} in only one of the two)"
+                f"(only one of the versions has {', '.join(map(shown, wrong))})"
             )
         try:
             progress = cls.model_validate(facts)
@@ -261,7 +261,7 @@ class Checkpoints:
 
         saved = dcp.saved_tensors(source)
         if names != sorted(saved):
-            raise CheckpointError(f"{source}: not complete, its tensors are not those that state.json names")
+            raise CheckpointError(f"{source}: not complete, its tensors differ from those in state.json")
         if (averaged := any(name.startswith("average.") for name in saved)) != (self.average is not None):
             raise CheckpointError(f"{source}: was saved {'with' if averaged else 'without'} train.ema_decay")
         for name, p in self._parameters():

@@ -206,13 +206,13 @@ class ParallelConfig(Options):
             raise ValueError("parallel.fused: needs a sharded table, such as parallel.embedding=row_wise")
         if whole_catalogue:
             raise ValueError(
-                "parallel.fused: does not apply the gradients of loss.kind=cross_entropy, which every row of the table "
-                "has: use a sampled loss"
+                "parallel.fused: cannot be combined with loss.kind=cross_entropy, whose gradient changes every row of "
+                "the table: use a sampled loss"
             )
         if run.train.clip_norm is not None or run.train.weight_decay:
             raise ValueError(
-                "parallel.fused: updates only the rows that a step uses, before the norm of the gradient is known: "
-                "remove train.clip_norm and train.weight_decay"
+                "parallel.fused: cannot be combined with train.clip_norm and train.weight_decay, since it updates rows "
+                "before the norm of the gradient is known"
             )
 
 

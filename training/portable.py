@@ -67,7 +67,9 @@ def check_model(path: Path, config: RunConfig, known: Known, overwrite: bool) ->
     """Raise ConfigError unless the run's model may be written to `path`."""
     config.task.check_lists()
     if config.embeds_actions:
-        raise ConfigError(f"{OPTION}: the model reads the actions of events, expected one that reads items and times")
+        raise ConfigError(
+            f"{OPTION}: expected a model that reads only items and times, got one that also reads actions"
+        )
     features = known.vocabulary.features
     if features is not None and (features.of("users") or features.of("events")):
         raise ConfigError(f"{OPTION}: the model reads features of users or events; only those of items are supported")

@@ -372,7 +372,7 @@ def open_weights(
     check_config(facts, run_config, folder, source)
     known = load_vocabulary(folder)
     if known.fingerprint != facts.get("fingerprint"):
-        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")
+        raise CheckpointError(f"{source}: its training data differ from those in vocabulary/")
     return config, known, weights, source, facts["epoch"]
 
 
@@ -428,8 +428,8 @@ def check_place(progress: Progress, steps: int, folder: Path) -> None:
     """Raise CheckpointError unless a checkpoint's step matches its epoch and batch, with `steps` steps per epoch."""
     if progress.step != progress.epoch * steps + progress.batch or progress.batch > steps:
         raise CheckpointError(
-            f"{folder}: the checkpoint is not valid: step {progress.step}, but batch {progress.batch} of epoch "
-            f"{progress.epoch + 1} with {steps} steps in each"
+            f"{folder}: the checkpoint is not valid: with {steps} steps an epoch, step {progress.step} is not batch "
+            f"{progress.batch} of epoch {progress.epoch + 1}"
         )
 
 

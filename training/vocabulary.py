@@ -147,7 +147,7 @@ def features_of(
     item_rows = tuple((arrays[f"items-{number}-offsets"], arrays[f"items-{number}-rows"]) for number in range(count))
     items = len(arrays["item_ids"])
     if count and any(len(x) != items + more for x, more in ((arrays["trained"], 0), *((o, 1) for o, _ in item_rows))):
-        raise ValueError(f"features of items are not those of {items} items")
+        raise ValueError(f"features of items: expected those of {items} items")
     item_features = tuple(
         Feature("items", one.name, one.kind, arrays[f"items-{number}-values"], arrays[f"items-{number}-codes"], offsets)
         for number, (one, (offsets, _)) in enumerate(zip((f for f in features if f.entity == "items"), item_rows))
@@ -156,7 +156,7 @@ def features_of(
     vector_features = tuple(_vectors(name, number, arrays, items) for number, name in enumerate(vectors))
     trained = arrays["trained"] if count or vector_features else None
     if trained is not None and len(trained) != items:
-        raise ValueError(f"features of items are not those of {items} items")
+        raise ValueError(f"features of items: expected those of {items} items")
     return FeatureVocabulary(features, tuple(calendar), item_rows, trained, zone, item_features, vector_features)
 
 
@@ -166,9 +166,9 @@ def _vectors(name: str, number: int, arrays: dict[str, np.ndarray], items: int) 
     fits = values.ndim == 2 and values.dtype == np.float16 and codes.dtype == np.int32
     fits &= len(offsets) == items + 1 and offsets[0] == 0 and offsets[-1] == len(codes)
     if not fits or not np.isin(np.diff(offsets), (0, 1)).all():
-        raise ValueError(f"vectors {name} are not those of {items} items")
+        raise ValueError(f"vectors {name}: expected vectors of {items} items")
     if len(codes) and not 0 <= codes.min() <= codes.max() < len(values):
-        raise ValueError(f"vectors {name}: an item has none of them")
+        raise ValueError(f"vectors {name}: the index of an item's vector is out of range")
     return Feature("items", str(name), VECTOR, values, codes, offsets)
 
 

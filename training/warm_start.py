@@ -70,7 +70,7 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
     facts, source = final_facts(folder)
     source_vocabulary = load_vocabulary(folder)
     if source_vocabulary.fingerprint != facts.get("fingerprint"):
-        raise CheckpointError(f"{source}: was trained on other data than vocabulary/ describes")
+        raise CheckpointError(f"{source}: its training data differ from those in vocabulary/")
     if config.model.action_embedding and vocabulary.action_names != source_vocabulary.vocabulary.action_names:
         raise ConfigError(f"--init-from {shown(folder, 200)}: its actions have other names")
     places, sharded = Places.of(vocabulary, source_vocabulary.vocabulary), sharded_table(model)

@@ -203,7 +203,7 @@ def read_new_items(file: ItemFile, known_ids: np.ndarray) -> tuple[np.ndarray, l
     ids = np.unique(np.concatenate([table.ids for table in tables]))
     ids = ids[index_of(ids, known_ids) < 0]
     if not len(ids):
-        raise DataError(f"{tables[0].name}: the run knows all of its {len(tables[0].ids):,} items")
+        raise DataError(f"{tables[0].name}: expected new items, but the run knows all {len(tables[0].ids):,} of them")
     features = []
     for table in tables:
         place = index_of(ids, table.ids)

@@ -191,7 +191,9 @@ def packed(vectors: VectorFile, place: np.ndarray, folder: Path | None) -> tuple
         more = f" and {len(bad) - MOST_NAMED:,} more" if len(bad) > MOST_NAMED else ""
         rows_named = ", ".join(map(str, bad[:MOST_NAMED]))
         column = "" if vectors.column is None else f", column {shown(vectors.column)}"
-        raise DataError(f"{vectors.source.name}{column}: a vector that is not finite in row {rows_named}{more}")
+        raise DataError(
+            f"{vectors.source.name}{column}: expected finite numbers, got NaN or infinity in row {rows_named}{more}"
+        )
     offsets = np.append(0, np.cumsum(place >= 0)).astype(np.int64)
     codes = np.arange(len(with_row), dtype=np.int32)
     return Feature("items", vectors.feature, VECTOR, values, codes, offsets), len(place) - num_described

@@ -281,7 +281,7 @@ def refuse_two_writings(distinct, first: RawFile, role: str) -> None:
     if len(twice):
         raise DataError(
             f"{first.name}: the {role} ids {twice[0].removesuffix('.0')} and {twice[0]} are the same number written in "
-            "two ways, as by pandas in columns with missing values: write all without the point"
+            "two ways, as pandas writes columns with missing values: write all without the point"
         )
 
 

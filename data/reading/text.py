@@ -270,7 +270,7 @@ def _good_rows(source: RawFile, line: int, data: bytes, fmt: RawFormat, names: N
     if not shape.misquoted and len(remaining):
         frame = _parse(shape.without(order), fmt, names, None)
         if frame.height != len(remaining):
-            raise DataError(f"{source.name} line {line}: cannot be read: rows are not where they seem to be")
+            raise DataError(f"{source.name}: expected {len(remaining)} rows from line {line} on, got {frame.height}")
         keep, wrong = selected(frame, fmt, readings.numbers)
         frame, remaining = frame.filter(keep), remaining[keep.to_numpy()]
         bad.left_out += len(keep) - len(remaining)

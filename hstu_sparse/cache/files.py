@@ -84,7 +84,9 @@ def checksum(facts: str, tensors: dict[str, Tensor]) -> str:
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
     """Raise ValueError if names, shapes or dtypes of a file's tensors are not the expected ones."""
     if tensors.keys() != expected.keys():
-        raise ValueError(f"the tensors do not match the facts: {', '.join(sorted(tensors.keys() ^ expected.keys()))}")
+        raise ValueError(
+            f"the tensors do not match the metadata: {', '.join(sorted(tensors.keys() ^ expected.keys()))}"
+        )
     for name, (shape, dtype) in expected.items():
         x = tensors[name]
         if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
@@ -161,7 +163,7 @@ def load(kind, path, device, num_pages: int | None, num_sequences: int | None, c
 
 def _check(facts: dict, tensors: dict[str, Tensor]) -> None:
     if not isinstance(facts, dict) or facts.keys() != FACTS:
-        raise ValueError(f"the facts must be {', '.join(sorted(FACTS))}")
+        raise ValueError(f"the metadata must have exactly {', '.join(sorted(FACTS))}")
     check_int("layers", facts["layers"], 1, len(tensors))
     format = format_from(facts["format"])
     lengths = tensors["lengths"]

@@ -214,8 +214,7 @@ def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> 
     if len(wrong):
         rank, b = wrong[0].tolist()
         raise ValueError(
-            f"ring_plan: rank {rank} has {int(local[rank, b])} tokens of sequence {b}, but chunks {rank} and "
-            f"{2 * ring.world - 1 - rank} of {2 * ring.world} of its {int(local[:, b].sum())} tokens are "
-            f"{int(lengths[rank, b].sum())} (see cut_sequences)"
+            f"ring_plan: rank {rank} must have {int(lengths[rank, b].sum())} tokens of sequence {b}, chunks {rank} and "
+            f"{2 * ring.world - 1 - rank} of {2 * ring.world}, got {int(local[rank, b])} (see cut_sequences)"
         )
     return _plan(starts, lengths, ring.rank, cu_seqlens.device)

@@ -152,7 +152,7 @@ class Models:
             value = _metric(_result(path), metric, config)
             less = config.task.less_is_better(metric)
             if value is None:
-                raise ModelRefused(f"{shown(path.name)}: expected the metric {shown(metric)} of the floor in {RESULT}")
+                raise ModelRefused(f"{shown(path.name)}: {RESULT} has no metric {shown(metric)} (--floor)")
             if value > floor if less else value < floor:
                 bound = "at most" if less else "at least"
                 raise ModelRefused(f"{shown(path.name)}: {metric} is {value:g}, expected {bound} {floor:g}")
@@ -200,7 +200,7 @@ def check_requests(old: Recommender, new: Recommender, most_missing: float) -> N
         ("reads times", old.has_timestamps, new.has_timestamps),
     ):
         if before != after:
-            raise ModelRefused(f"{new.label}: the model {(old if before else new).label} {what}, the other does not")
+            raise ModelRefused(f"{new.label}: only one of the two models {what}: {(old if before else new).label}")
     ids = np.asarray(old.items.ids)[: old.model.embedding.num_items]  # without added items, which `new` gets, too
     _, known = new.items.lookup(ids)
     missing = ids[~known]

@@ -185,8 +185,8 @@ def test_rows_that_do_not_fit_are_not_saved(tmp_path, rows, lengths, message):
 @pytest.mark.parametrize(
     ("change", "tensors", "message"),
     [
-        (lambda facts: [1], lambda x: None, "the facts must be"),
-        (lambda facts: facts.update(layers=3), lambda x: None, "the tensors do not match the facts"),
+        (lambda facts: [1], lambda x: None, "the metadata must have exactly"),
+        (lambda facts: facts.update(layers=3), lambda x: None, "the tensors do not match the metadata"),
         (lambda facts: facts.update(layers=-1), lambda x: None, "layers must be at least 1"),
         (lambda facts: facts.update(num_pages=2.5), lambda x: None, "num_pages must be a whole number"),
         (lambda facts: facts.update(num_pages=1), lambda x: None, "num_pages must be at least 3, got 1"),

@@ -37,7 +37,7 @@ def forge(path, change, tensors=lambda x: None):
         (lambda facts: facts["format"].update(value_size=-1), lambda x: None, "value_size must be at least 1"),
         (lambda facts: facts["format"].update(dtype="nn"), lambda x: None, "dtype must be floating point, got nn"),
         (lambda facts: facts["format"].update(head_size=10**30), lambda x: None, "head_size must be at most"),
-        (lambda facts: [1], lambda x: None, "the facts must be"),
+        (lambda facts: [1], lambda x: None, "the metadata must have exactly"),
     ],
 )  # fmt: skip
 def test_forged_file_is_refused_in_one_line(tmp_path, change, tensors, message):

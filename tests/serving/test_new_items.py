@@ -151,7 +151,9 @@ def test_items_of_a_file(place, tmp_path, capsys):
     assert "102" in (tmp_path / "next.csv").read_text() and "ann" in (tmp_path / "next.csv").read_text()
     frame_of([1, 2]).write_parquet(tmp_path / "old.parquet")
     arguments = [place / "small", "--recommend", tmp_path / "no.csv", "--items", tmp_path / "old.parquet"]
-    assert "the run knows all of its 2 items" in refuses(tmp_path, capsys, evaluation.main, *arguments)
+    assert "expected new items, but the run knows all 2 of them" in refuses(
+        tmp_path, capsys, evaluation.main, *arguments
+    )
 
 
 def test_filters_lists_and_popularity_have_new_items(place):

@@ -219,7 +219,8 @@ def test_progress_of_another_version_is_refused(tmp_path):
         tmp_path / "checkpoints" / "step-00000001", {"model": model.state_dict(), "state": {}}, {"step": 1, "x": 2}
     )
     with pytest.raises(
-        CheckpointError, match=r"step-00000001: written by another version.*\(batch, .*, x in only one of the two\)"
+        CheckpointError,
+        match=r"step-00000001: written by another version.*\(only one of the versions has batch, .*, x\)",
     ):
         load_checkpoint(tmp_path, model, optimizer)
 

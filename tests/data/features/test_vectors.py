@@ -143,7 +143,7 @@ def test_vectors_whose_squares_overflow():
 NAN = VECTORS.copy()
 NAN[1, 1] = np.nan
 BAD = {
-    "not finite": (NAN, IDS, "titles.npy: a vector that is not finite in row 2"),
+    "not finite": (NAN, IDS, "titles.npy: expected finite numbers, got NaN or infinity in row 2"),
     "one dimension": (VECTORS[0], IDS, "expected an array [items, size] of floating-point numbers, got [3] of float64"),
     "integers": (np.ones((5, 3), int), IDS, "of floating-point numbers, got [5, 3] of int64"),
     "objects": (np.array([[None]]), IDS, "not a readable .npy file"),
@@ -228,5 +228,5 @@ def test_vectors_of_items_that_are_not_in_new_data_are_kept(with_vectors):
     assert not rows[[1, 2]].any()  # in the new data, without a vector there
     narrow = with_vectors(VECTORS[:, :2], unknown="add")
     narrow = fit_features(narrow, narrow.user_offsets[1:], options)
-    with pytest.raises(DataError, match=r"title of items .vector of 2.: not the features of the run"):
+    with pytest.raises(DataError, match=r"title of items .vector of 2.: expected the same features"):
         grown(narrow, known.features, np.arange(6))

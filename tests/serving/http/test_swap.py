@@ -123,7 +123,7 @@ def test_a_run_that_fails_a_check_is_refused(log, tmp_path):
             ("nothing", NO_RUN), ("../runs/day8", NO_RUN), ("", ""), ("day8/", NO_RUN), ("..", NO_RUN),
             ("damaged", "best/model.safetensors: damaged"),
             ("fewer-items", "does not know 1 of the 40 items of small: 217"),
-            ("actions", "the model actions reads actions, the other does not"),
+            ("actions", "only one of the two models reads actions: actions"),
             ("not-finite", "scores for stored users are not finite"),
             ("worse", "worse: NDCG@10 is 0.1, expected at least 0.15"),
         ):  # fmt: skip

@@ -35,7 +35,7 @@ def test_some_sequences_of_a_batch():
         (["parallel.fused=adam"], "parallel.fused: needs a sharded table"),
         (
             ["parallel.embedding=row_wise", "parallel.fused=adam", "loss.kind=cross_entropy"],
-            "parallel.fused: does not apply",
+            "parallel.fused: cannot be combined with loss.kind=cross_entropy",
         ),
         (["parallel.embedding=row_wise", "parallel.fused=adam", "train.clip_norm=1"], "train.clip_norm"),
         (
