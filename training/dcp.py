@@ -66,7 +66,8 @@ def reason(error: BaseException) -> str:
     """Return the cause of an error of torch.distributed.checkpoint, in one line."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    return shown(getattr(error, "strerror", None) or str(error).strip().split("\n")[0], 300)
+    text = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
+    return shown(text or type(error).__name__, 300)
 
 
 def saved_tensors(source: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
