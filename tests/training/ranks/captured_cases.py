@@ -24,6 +24,7 @@ TWO_BY_TWO = "parallel.context=2"
 CASES = {
     "negatives for each token": ["model.dropout=0"],
     "dropout": ["train.autocast=bf16"],
+    "negatives of blocks": ["loss.negatives=block"],
     "shared negatives": ["loss.negatives=shared", "train.clip_norm=1"],
     "in batch": ["loss.kind=in_batch", "model.dropout=0"],
     "mixed negatives": ["loss={kind: mixed_negatives, in_batch_share: 0.5}", "train.ema_decay=0.9"],
