@@ -31,7 +31,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from run import environment, replayed
+from run import covered, environment, replayed
 
 from cli.command import Parser, run_main
 from hstu_sparse import cut_sequences, flash_attention, heads_to_tokens, tokens_to_heads
@@ -242,13 +242,10 @@ def traced(step, path, group) -> tuple[dict, list[str]]:
     hidden = sum(
         max(0, min(end, e) - max(start, s)) for start, end in spans["communication"] for s, e in spans["attention"]
     )
-    busy, until = 0.0, kernels[0]["ts"]
-    for start, end in sorted(span for intervals in spans.values() for span in intervals):
-        busy += max(0, end - max(start, until))
-        until = max(until, end)
+    together = [span for intervals in spans.values() for span in intervals]
     record = {f"{kind}_ms": us / 1e3 for kind, us in total.items()}
     record["hidden"] = hidden / total["communication"] if total["communication"] else 1.0
-    record["idle_ms"] = (until - begin - busy) / 1e3
+    record["idle_ms"] = (max(end for _, end in together) - begin - covered(together)) / 1e3
     record["host_ms"] = (max(queued[e["args"]["correlation"]] for e in kernels) - begin) / 1e3
     return record, lines
 

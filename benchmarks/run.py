@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -46,6 +47,15 @@ class Case:
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
     outputs_mb: dict[str, float] = dataclasses.field(default_factory=dict)  # of a part: `beyond_mb` is the peak without
     note: str = ""
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def parts(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dict[str, Callable[[], object]]:

@@ -21,15 +21,13 @@ benchmarks/scale_tables.py makes tables of the lines.
 import faulthandler
 import gc
 import json
-import math
 import os
 import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -39,12 +37,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.run import covered
 from cli.command import Parser, run_main
 from data.batch import Batch, Whole
 from models import embedding
 from models.hstu import SequenceModel
 from training.config import RunConfig, load_config
-from training.graph import captures
+from training.graph import Step, captures
 from training.ranks.processes import Ranks
 from training.ranks.step import deal_of
 from training.ranks.tables import ShardedTable
@@ -129,24 +128,16 @@ def part_of_batch(lengths: np.ndarray, local: np.ndarray, items: int, rng: np.ra
     )
 
 
-def covered(intervals: list[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
-    total, until = 0.0, -math.inf
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
-
-
-def time_by_part(run: Callable[[], object], steps: int) -> dict:
-    """Profile run(), which takes `steps` steps, and return what the GPU does in one, in milliseconds.
+def time_by_part(step: Step, batches: list[Batch]) -> dict:
+    """Profile a step of each batch, and return what the GPU does in one step, in milliseconds.
 
     span: from the first kernel's begin to the last one's end. compute: some kernel runs that is not NCCL's. messages:
     some kernel of NCCL's runs; messages_alone: and no other. idle: no kernel runs. launches: the number of kernels and
     copies. kernels: the 15 that take longest, by name.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
+        for batch in batches:
+            step(batch)
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -154,7 +145,7 @@ def time_by_part(run: Callable[[], object], steps: int) -> dict:
         events = json.loads(path.read_text())["traceEvents"]
     events = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    names: Counter[str] = Counter()
+    names, steps = Counter[str](), len(batches)
     for event in events:
         begin, took = event["ts"] / 1e3 / steps, event["dur"] / 1e3 / steps
         spans["nccl" in event["name"]].append((begin, begin + took))
@@ -216,7 +207,7 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool, profile: 
     parts = {}
     if profile and gpu:
         ranks.greatest(0)
-        parts = {"profile": time_by_part(lambda: deque(map(step, batches), maxlen=0), steps)}
+        parts = {"profile": time_by_part(step, batches)}
     total = sum(batch.num_tokens if batch.whole is None else batch.whole.tokens for batch in batches)
     largest = max(batches, key=lambda batch: batch.num_tokens)
     return {
