@@ -1,10 +1,13 @@
 """AdamW for models whose parameters are not all fp32."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+from training.config import TrainConfig
 
 CHUNK = 2**24  # elements of a 16-bit parameter updated at a time, with 128 MiB of fp32 weights and gradients
 
@@ -79,3 +82,9 @@ class AdamW(torch.optim.AdamW):
             if p.dtype != state_dtype(p) and number in saved:  # torch has cast them to the parameter's dtype
                 for name in ("exp_avg", "exp_avg_sq"):
                     self.state[p][name] = saved[number][name].to(p.device, state_dtype(p), copy=True)
+
+
+def build_optimizer(c: TrainConfig, weights: Iterable[Tensor], device: torch.device, captured: bool) -> AdamW:
+    """Build the optimiser of a run; a captured step reads the learning rate from a tensor on the device."""
+    lr = torch.tensor(c.lr, device=device) if captured else c.lr
+    return AdamW(weights, lr=lr, betas=c.betas, weight_decay=c.weight_decay, capturable=captured)

@@ -11,7 +11,7 @@ from models.tasks.build import build_task
 from training.average import WeightAverage
 from training.config import RunConfig
 from training.graph import GraphedStep, Losses, Step, captures
-from training.optimizer import AdamW
+from training.optimizer import build_optimizer
 from training.ranks.processes import Ranks
 from training.ranks.step import build_shared_step, deal_of
 from training.run import Data
@@ -45,13 +45,7 @@ def build_step(
     if ranks.engine:
         return build_shared_step(config, model, device, average, ranks)
     graphed = device.type == "cuda" and captures(config, ranks.by_heads)
-    optimizer = AdamW(
-        model.parameters(),
-        lr=torch.tensor(c.lr, device=device) if graphed else c.lr,
-        betas=c.betas,
-        weight_decay=c.weight_decay,
-        capturable=graphed,
-    )
+    optimizer = build_optimizer(c, model.parameters(), device, graphed)
     if c.compile:
         for layer in model.layers:
             layer.compile(dynamic=True)

@@ -19,7 +19,7 @@ from models.tasks.build import build_task
 from training.average import WeightAverage
 from training.config import RunConfig
 from training.graph import GraphedStep, Losses, Step, captures
-from training.optimizer import AdamW
+from training.optimizer import build_optimizer
 from training.ranks.draws import CALLS, seed_of, write_bases
 from training.ranks.losses import catalogue_share, prepare
 from training.ranks.processes import Ranks
@@ -74,13 +74,7 @@ def build_shared_step(
     table = sharded_table(model)
     shards = [] if table is None or table.parameter is None else [table.parameter]
     weights = [*model.parameters(), *shards]
-    optimizer = AdamW(
-        weights,
-        lr=torch.tensor(c.lr, device=device) if graphed else c.lr,
-        betas=c.betas,
-        weight_decay=c.weight_decay,
-        capturable=graphed,
-    )
+    optimizer = build_optimizer(c, weights, device, graphed)
     if c.compile:
         for layer in model.layers:
             layer.compile(dynamic=True)
