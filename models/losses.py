@@ -245,7 +245,8 @@ def training_loss(
         dtype, factor = dtype or item_weight.dtype, 1 if count is None else (targets >= 0).sum() / count
         out, block = out.to(dtype), 1
         if drawn is not None and drawn.in_blocks:
-            (out, block), (targets, _) = (by_block(x, len(drawn.ids), value) for x, value in ((out, 0), (targets, -1)))
+            out, block = by_block(out, len(drawn.ids))
+            targets, _ = by_block(targets, len(drawn.ids), -1)
         return factor * hstu_sparse.catalogue_loss(
             out,
             item_weight.to(dtype),

@@ -13,10 +13,8 @@ Kronecker product of those of G and D, so that
     q[h] . k[h] = C^(-1/2) * sum over heads g of the group of sign(h, g) * (Hadamard(q[h]) . k'[g])
 
 and the transformed query is multiplied by the codes k' of the whole group. With few rows (SCALED) scale and zero are
-applied to the products, otherwise to the codes.
-
-RoPE does not commute with the transform: with RoPE each tile of keys is restored. Position 64 a + r is rotated by the
-angle of 64 a and by the angle of r, so that two small tables suffice.
+applied to the products, otherwise to the codes. RoPE does not commute with the transform: with RoPE each tile of keys
+is restored. Position 64 a + r is rotated by the angles of 64 a and of r, so that two small tables suffice.
 """
 
 from typing import NamedTuple

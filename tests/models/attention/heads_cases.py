@@ -89,7 +89,7 @@ def ranks_of(rank: int, world: int) -> Ranks:
 def results(case: str, rank: int = 0, world: int = 1, device="cpu", dtype=torch.float64) -> dict:
     """Return a rank's outputs by the index of their tokens, its losses, and its parts of the weights' gradients."""
     # The kernels of sparse kinds take larger blocks than a small case has.
-    sparse = any(kind in case for kind in ("bsa", "htree", "indexer", "rotatekv"))
+    sparse = (KINDS | OF_TWO)[case]["attention"]["kind"] in ("bsa", "htree", "indexer", "rotatekv")
     backend = "reference" if sparse and device != "cpu" else "auto"
     model, ranks = model_of(case, dtype, backend).to(device), ranks_of(rank, world)
     batch = ranks.cut(batch_of(case).to(device), model.num_context)
