@@ -95,10 +95,10 @@ def compare_with_reference(
 ) -> None:
     """Compare the kernel with the reference in the inputs' dtype and in fp64, forward and every gradient.
 
-    `kernel` and `reference` take the inputs as keywords and return one tensor; the kernel is called first, and once, so
-    that the reference may use what it chose. Floating-point inputs get gradients; the
-    others (None, integers) are passed unchanged. See `assert_within_budget`; its `terms` come by name from a function
-    of the output's gradient, which is called once and only if needed.
+    `kernel` and `reference` take the inputs as keywords and return one tensor. The kernel is called first, and once, so
+    that the reference may use the kernel's choices. Floating-point inputs get gradients; the others (None, integers)
+    are passed unchanged. See `assert_within_budget`; its `terms` come by name from a function of the output's gradient,
+    which is called once and only if needed.
     """
 
     def wide(x):
@@ -107,6 +107,7 @@ def compare_with_reference(
     drawn: list[torch.Tensor] = []
 
     def grad(output):
+        """Draw the gradient for the first output, in its dtype; the other outputs get the same rounded numbers."""
         if not drawn:
             drawn.append(torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output))
         return drawn[0]
