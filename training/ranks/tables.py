@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logging.getLogger("torchrec.distributed").setLevel(logging.ERROR)
 
 BLOCK = 2**22  # elements of the table that are initialised or copied at a time
+BAG = 64  # ids that torchrec's kernels handle together; fbgemm takes a thread or a warp for each such bag
 
 
 class ShardedTable:
@@ -123,7 +124,8 @@ class ShardedTable:
         """Return the rows [n, E] of the items `ids` [n] int64; all ranks must call this, each with its ids or none."""
         from torchrec import KeyedJaggedTensor
 
-        lengths = torch.ones_like(ids) if len(ids) else ids.new_zeros(1)
+        lengths = ids.new_full((max(1, -(-len(ids) // BAG)),), BAG)
+        lengths[-1] -= len(lengths) * BAG - len(ids)
         jagged = KeyedJaggedTensor(keys=["item"], values=ids, lengths=lengths, stride=len(lengths))
         return self.module(jagged)["item"].values()
 
