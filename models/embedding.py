@@ -168,13 +168,11 @@ class InputEmbedding(nn.Module):
             rows = rows + self.items(torch.arange(first, last, device=rows.device)).to(rows.dtype)
         return rows, first
 
-    def look_up_items(self, ids: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the representations of the items ids[inverse], [T, E], and of the items ids, [R, E], with one look-up.
+    def represent(self, rows: Tensor, ids: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the representations of the items ids[inverse], [T, E], and of the items ids, [R, E].
 
-        The table is sharded; all ranks must call this together.
+        rows [R, E]: the rows of the items `ids` of a sharded table.
         """
-        assert self.sharded is not None
-        rows = self.sharded.look_up(ids)
         if self.items is None:
             return F.embedding(inverse, rows), rows
         added = self.items(self.items.numbers(ids)).to(rows.dtype)
@@ -211,7 +209,7 @@ class InputEmbedding(nn.Module):
         if self.sharded is not None or self.items is not None or not self.training:
             if self.sharded is not None:
                 ids, inverse = torch.unique(batch.item_ids, return_inverse=True)
-                rows, _ = self.look_up_items(ids, inverse)
+                rows, _ = self.represent(self.sharded.look_up(ids), ids, inverse)
             else:
                 rows = self.item_rows(batch.item_ids)
             return rows, self._action_rows(batch)

@@ -5,7 +5,7 @@ Letters: T tokens of the batch, B sequences.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +18,14 @@ from training.config import RunConfig
 def captures(config: RunConfig, by_heads: bool) -> bool:
     """Return whether steps on a GPU are captured as CUDA graphs.
 
-    The messages between ranks must have fixed sizes: those of a ring and of a sharded item table do not.
+    The messages between ranks must have fixed sizes; those of a ring do not. The rows of a sharded table are looked up
+    outside of the graph (training/ranks/staged.py), for whole sequences. The whole catalogue by shards is not captured:
+    its products take much longer than the launches.
     """
     c, p = config.train, config.parallel
-    return c.cuda_graphs and not c.compile and not p.sharded and (p.context == 1 or by_heads)
+    if not c.cuda_graphs or c.compile:
+        return False
+    return config.loss.kind != "cross_entropy" and p.context == 1 if p.sharded else p.context == 1 or by_heads
 
 
 def padded_tokens(tokens: int) -> int:
@@ -46,11 +50,11 @@ Losses = dict[str, Tensor]
 Step = Callable[[Batch], Losses]
 
 
-class GraphedStep:
-    """Capture step(batch) -> losses once for each padded size and phase of training, and replay it.
+class GraphedStep(Generic[Result]):
+    """Capture step(batch) -> result once for each padded size and phase of training, and replay it.
 
-    step: trains on a batch and returns 0-d losses by name without waiting for the device; later calls overwrite the
-    returned tensors.
+    step: trains on a batch without waiting for the device and returns tensors, such as losses; later calls overwrite
+    them.
     batch_size: the maximum number of sequences. longest: the maximum number of tokens of a sequence.
 
     The first batch of a size is not captured: it compiles kernels and creates the optimiser's state. The second is
@@ -58,21 +62,21 @@ class GraphedStep:
     need not synchronise.
     """
 
-    def __init__(self, step: Step, *, batch_size: int, longest: int):
+    def __init__(self, step: Callable[[Batch], Result], *, batch_size: int, longest: int):
         self.step, self.longest = step, longest
         self.sequences = padded_sequences(batch_size, longest)
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self.warmed_up: set[tuple[int, ...]] = set()
-        self.captured: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Batch, Losses]] = {}
+        self.captured: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Batch, Result]] = {}
 
-    def __call__(self, batch: Batch) -> Losses:
+    def __call__(self, batch: Batch) -> Result:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            losses = self._run(batch)
+            result = self._run(batch)
         torch.cuda.current_stream().wait_stream(self.stream)
-        return losses
+        return result
 
-    def _run(self, batch: Batch) -> Losses:
+    def _run(self, batch: Batch) -> Result:
         values = {name: padded_tokens(count) for name, count in batch.num_values.items()}
         key = padded_tokens(batch.num_tokens), batch.phase, *values.values()
         if batch.whole is not None:  # targets are gathered from all ranks
@@ -86,14 +90,19 @@ class GraphedStep:
                 self.warmed_up.add(key)
                 return self.step(padded)
             self.captured[key] = self._capture(padded)
-        graph, _, losses = self.captured[key]
+        graph, _, result = self.captured[key]
         graph.replay()
-        return losses
+        return result
 
-    def _capture(self, batch: Batch) -> tuple[torch.cuda.CUDAGraph, Batch, Losses]:
+    def forget(self) -> None:
+        """Delete the captured graphs; sizes of batches are captured anew."""
+        self.captured.clear()
+        self.pool = torch.cuda.graph_pool_handle()  # torch has freed the pool with the last graph
+
+    def _capture(self, batch: Batch) -> tuple[torch.cuda.CUDAGraph, Batch, Result]:
         what = "train.cuda_graphs: a step of this model"
-        graph, losses = captured(lambda: self.step(batch), what, ConfigError, pool=self.pool, stream=self.stream)
-        return graph, batch, losses
+        graph, result = captured(lambda: self.step(batch), what, ConfigError, pool=self.pool, stream=self.stream)
+        return graph, batch, result
 
 
 def captured(

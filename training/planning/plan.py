@@ -32,7 +32,7 @@ from training.planning.imagined import ImaginedGpu, NoValues, imagined_gpu
 from training.planning.meter import Meter
 from training.planning.ranks import ImaginedRanks, ImaginedTable, imagined_unique, part_of_a_step, resized
 from training.ranks.processes import Ranks
-from training.ranks.sharding import Sharded, data_ranks, shard
+from training.ranks.sharding import Sharded, data_ranks, distinct, num_looked_up, shard
 from training.ranks.step import token_work
 from training.run import Data, build_model
 
@@ -106,6 +106,9 @@ def plan(config: RunConfig, data: Data, build_step: Callable, gpu_bytes: int) ->
         sizes = {padded_tokens(int(count)) for count in np.unique(np.concatenate(counts))}
         batch_bytes = 8 * sum(math.prod(x.shape[1:]) for _, x, layout in template._tensors() if layout.kind == "token")
         result.persistent["batches of captured steps"] = batch_bytes * sum(sizes)
+        if config.parallel.sharded:  # and their gradient
+            rows = padded_tokens(distinct(len(data.vocabulary.item_ids), num_looked_up(config, tokens)))
+            result.persistent["rows of captured steps"] = 2 * rows * config.model.embedding_dim * 4
     return result
 
 

@@ -24,11 +24,22 @@ from training.ranks.draws import Draws
 from training.ranks.processes import Ranks
 
 
+class Rows(NamedTuple):
+    """The rows of a sharded table that a rank uses in a step.
+
+    values [R, E]; ids [R] int64, their items, each once; inverse [T] int64: ids[inverse] are the items of the batch.
+    """
+
+    values: Tensor
+    ids: Tensor
+    inverse: Tensor
+
+
 class Prepared(NamedTuple):
-    """A rank's share of the loss; inputs: the representations [T, E] of the batch's items if the table is sharded."""
+    """A rank's share of the loss and, if the table is sharded, the rows; competing items then are indices into them."""
 
     share: Share
-    inputs: Tensor | None = None
+    rows: Rows | None = None
 
 
 def prepare(model: SequenceModel, config: LossConfig | None, bases: Tensor, batch: Batch, ranks: Ranks) -> Prepared:
@@ -52,11 +63,12 @@ def prepare(model: SequenceModel, config: LossConfig | None, bases: Tensor, batc
             rows = rows % block_count(padded_tokens(batch.whole.tokens))  # padded as in a captured step
         drawn = draw_negatives(config, num_items, targets, pool, Draws(bases, rows).below)
     share = Share(targets, drawn, ranks.sum((targets >= 0).sum()).clamp(min=1), ranks=ranks)
-    return Prepared(share) if embedding.sharded is None else look_up_items(embedding, batch, share)
+    return Prepared(share) if embedding.sharded is None else look_up(embedding, batch, share)
 
 
-def look_up_items(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared:
-    """Add the rows of inputs, targets and negatives to a share; each distinct row is requested once."""
+def look_up(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared:
+    """Look up the rows of inputs, targets and negatives; each distinct row is requested once."""
+    assert embedding.sharded is not None
     targets, drawn = share.targets, share.drawn
     ids_to_look_up = [batch.item_ids]
     if drawn is not None:
@@ -66,16 +78,16 @@ def look_up_items(embedding: InputEmbedding, batch: Batch, share: Share) -> Prep
         # row may be added.
         ids_to_look_up += [torch.where(batch.target_ids < 0, batch.item_ids, batch.target_ids), items_drawn]
     ids, rows = torch.unique(torch.cat(ids_to_look_up), return_inverse=True)
-    inputs, items = embedding.look_up_items(ids, rows[: batch.num_tokens])
+    looked_up = Rows(embedding.sharded.look_up(ids), ids, rows[: batch.num_tokens])
     if drawn is None:
-        return Prepared(share, inputs)
+        return Prepared(share, looked_up)
     target_rows, negative_rows = rows[batch.num_tokens :].split([len(targets), drawn.ids.numel()])
     log_q = None
     if drawn.log_q is not None:
         log_q = drawn.log_q[ids if embedding.items is None else embedding.items.place[ids].clamp(min=0)]
     negatives = drawn._replace(ids=negative_rows.view(drawn.ids.shape).to(drawn.ids.dtype), log_q=log_q)
     targets = torch.where(targets < 0, -1, target_rows)
-    return Prepared(share._replace(targets=targets, drawn=negatives, items=items), inputs)
+    return Prepared(share._replace(targets=targets, drawn=negatives), looked_up)
 
 
 def gather_tokens(x: Tensor, batch: Batch, ranks: Ranks) -> Tensor:

@@ -1,7 +1,8 @@
 """Build a training step for several ranks, each with a part of the batch.
 
 Gradients are summed over ranks, not averaged: the loss is the sum of the ranks' shares. In a captured step a single
-message has the gradients of all weights; otherwise DDP sends them during the backward pass.
+message has the gradients of all weights; otherwise DDP sends them during the backward pass. With a sharded item table
+the look-up of rows and the optimiser are outside of the captured part.
 """
 
 import warnings
@@ -21,8 +22,9 @@ from training.config import RunConfig
 from training.graph import GraphedStep, Losses, Step, captures
 from training.optimizer import build_optimizer
 from training.ranks.draws import CALLS, seed_of, write_bases
-from training.ranks.losses import catalogue_share, prepare
+from training.ranks.losses import Prepared, catalogue_share, prepare
 from training.ranks.processes import Ranks
+from training.ranks.staged import StagedStep
 from training.ranks.tables import sharded_table
 
 
@@ -38,9 +40,18 @@ class Shares(nn.Module):
         self.model, self.config, self.ranks, self.task = model, config, ranks, build_task(config)
         self.bases, self.graphed = bases, graphed
 
-    def forward(self, batch: Batch) -> tuple[Tensor, AuxLosses]:
+    def prepare(self, batch: Batch) -> Prepared:
+        """Draw negatives and look up rows of a sharded table."""
+        c = self.config
+        return prepare(self.model, c.loss if c.task.has_item_loss else None, self.bases, batch, self.ranks)
+
+    def forward(self, batch: Batch, prepared: Prepared | None = None) -> tuple[Tensor, AuxLosses]:
         c, device = self.config, batch.item_ids.device.type
-        share, inputs = prepare(self.model, c.loss if c.task.has_item_loss else None, self.bases, batch, self.ranks)
+        share, rows = self.prepare(batch) if prepared is None else prepared
+        inputs = None
+        if rows is not None:
+            inputs, items = self.model.embedding.represent(*rows)
+            share = share if share.drawn is None else share._replace(items=items)
         bf16 = c.train.autocast == "bf16"
         real = batch.real.sum()
         part_of_tokens = real / self.ranks.sum(real).clamp(min=1)
@@ -70,11 +81,11 @@ def build_shared_step(
     The step returns the losses of the whole batch, and `imbalance` (see data/balance.py).
     """
     c, gpu = config.train, device.type == "cuda"
-    graphed = gpu and captures(config, ranks.by_heads)
-    table = sharded_table(model)
+    graphed, table = gpu and captures(config, ranks.by_heads), sharded_table(model)
+    staged = graphed and table is not None
     shards = [] if table is None or table.parameter is None else [table.parameter]
     weights = [*model.parameters(), *shards]
-    optimizer = build_optimizer(c, weights, device, graphed)
+    optimizer = build_optimizer(c, weights, device, graphed and not staged)
     if c.compile:
         for layer in model.layers:
             layer.compile(dynamic=True)
@@ -82,28 +93,38 @@ def build_shared_step(
     module = Shares(config, model, ranks, bases, graphed)
     shares = module if graphed else in_ddp(module, config, ranks, device)
 
-    def train(batch: Batch) -> Losses:
-        loss, aux = shares(ranks.cut(batch, model.num_context))
+    def gradients(batch: Batch, prepared: Prepared | None = None) -> Losses:
+        loss, aux = shares(ranks.cut(batch, model.num_context), prepared)
         optimizer.zero_grad(set_to_none=True)
         (loss + sum(one.weighted for one in aux.values())).backward()
         whole = loss.detach() + sum(one.weighted.detach() for one in aux.values())
         values = {"loss": whole} | {name: one.value.detach() for name, one in aux.items()}
         sums = torch.stack([value.float() for value in values.values()])
-        sums = ranks.sum_gradients(weights, sums, padded=True) if graphed else ranks.sum(sums)
-        losses = dict(zip(values, sums))
+        sums = ranks.sum_gradients(model.parameters(), sums, padded=True) if graphed else ranks.sum(sums)
+        return dict(zip(values, sums))
+
+    def update(losses: Losses) -> Losses:
         if c.clip_norm is not None or not graphed:
             norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             if table is not None:  # with a fused optimiser the table has no gradient, and is not in the norm
                 norm = (norm**2 + ranks.sum(sum((p.grad.norm() ** 2 for p in shards), torch.zeros_like(norm)))).sqrt()
             if c.clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(weights, c.clip_norm, norm)
-            losses["grad_norm"] = norm.detach()
+            losses = losses | {"grad_norm": norm.detach()}
         optimizer.step()
         if average is not None:
             average.update()
         return losses
 
-    run = GraphedStep(train, batch_size=c.batch_size, longest=config.model.max_seq_len) if graphed else train
+    def train(batch: Batch) -> Losses:
+        return update(gradients(batch))
+
+    run: Step = train
+    sizes = {"batch_size": c.batch_size, "longest": config.model.max_seq_len}
+    if staged:
+        run = StagedStep(module.prepare, gradients, update, weights, **sizes)
+    elif graphed:
+        run = GraphedStep(train, **sizes)
 
     def step(batch: Batch) -> Losses:
         assert batch.whole is not None

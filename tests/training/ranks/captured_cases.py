@@ -32,6 +32,19 @@ CASES = {
     "phases": ["model.attention={kind: indexer, top_k: 8, num_index_heads: 2, index_dim: 16, warmup_steps: 20}"],
     "two by two": [TWO_BY_TWO, "model.dropout=0"],
 }
+ROWS = "parallel.embedding=row_wise"
+SHARDED_CASES = {
+    "rows": [ROWS, "model.dropout=0"],
+    "rows, in batch": [ROWS, "loss.kind=in_batch", "train.clip_norm=1"],
+    "columns, mixed": [
+        "parallel.embedding=column_wise",
+        "model.embedding_dim=64",
+        "loss={kind: mixed_negatives, in_batch_share: 0.5}",
+        "train.ema_decay=0.9",
+    ],
+    "rows, blocks": [ROWS, "loss.negatives=block", "train.autocast=bf16"],
+    "rows, fused": [ROWS, "parallel.fused=adam", "loss.negatives=shared"],
+}
 RANKING = ["task.layout=targets", "model.dropout=0"]
 
 
@@ -57,8 +70,10 @@ def losses_of(name: str, overrides: list[str], graphs: bool) -> tuple[torch.Tens
 
 def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
-    cases = [(name, "synthetic-hstu", overrides) for name, overrides in CASES.items()]
-    for name, config, overrides in [*cases, ("ranking", "synthetic-ranking", RANKING)]:
+    ranking = {"ranking": RANKING, "ranking, rows": [*RANKING, ROWS]}
+    cases = [(name, "synthetic-ranking", overrides) for name, overrides in ranking.items()]
+    cases += [(name, "synthetic-hstu", overrides) for name, overrides in (CASES | SHARDED_CASES).items()]
+    for name, config, overrides in cases:
         if TWO_BY_TWO in overrides and world < 4:
             continue
         expected, graphed = losses_of(config, overrides, graphs=False)

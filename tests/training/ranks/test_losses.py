@@ -11,7 +11,7 @@ from models.options import LossConfig
 from tests.models.test_hstu import make_embedding
 from tests.training.ranks.test_tables import Shard
 from training.config import load_config
-from training.ranks.losses import look_up_items, prepare
+from training.ranks.losses import look_up, prepare
 from training.ranks.processes import Ranks
 
 CONFIG = Path(__file__).parents[3] / "configs/synthetic-hstu.yaml"
@@ -28,7 +28,7 @@ def test_ranks_look_up_the_items_that_one_process_looks_up():
     parts = [batch, batch.sequences(0, 1), batch.sequences(1, 2), batch.sequences(0, 1).as_padding()]
     for part, negatives in zip(parts, ([20, 21, 22, 23, 24], [20, 21, 22], [23, 24], [20, 21, 22])):
         drawn = Negatives(torch.tensor(negatives)[:, None])
-        look_up_items(model, part, Share(part.target_ids, drawn, torch.tensor(4)))
+        look_up(model, part, Share(part.target_ids, drawn, torch.tensor(4)))
     assert id_sets[0] == {3, 4, 7, 8, 9, 11, *range(20, 25)} == id_sets[1] | id_sets[2] and id_sets[3] < id_sets[0]
 
 
