@@ -23,15 +23,15 @@ def test_a_step_finds_its_tensors_at_the_same_addresses_until_it_needs_more():
     staged, earlier = Staged(), None
     # Rows and tokens: the first step, one with fewer of both, one with more tokens, one with more rows.
     for count, tokens, replaced in [(200, 100, True), (100, 70, False), (100, 300, True), (400, 100, True)]:
-        given = prepared(torch.randperm(500)[:count], tokens)
-        share, rows = staged.stage(given)
+        sample = prepared(torch.randperm(500)[:count], tokens)
+        share, rows = staged.stage(sample)
         assert staged.replaced == replaced
         assert len(share.targets) == len(rows.inverse) == len(share.drawn.ids) >= tokens
         assert len(rows.values) == len(rows.ids) == len(share.drawn.log_q) >= count
-        assert torch.equal(rows.values[rows.inverse[:tokens]], given.rows.values[given.rows.inverse])
-        assert torch.equal(rows.values[share.targets[:tokens]], given.rows.values[given.share.targets])
-        assert torch.equal(rows.ids[share.drawn.ids[:tokens]], given.rows.ids[given.share.drawn.ids])
-        assert torch.equal(share.drawn.log_q[:count], given.share.drawn.log_q)
+        assert torch.equal(rows.values[rows.inverse[:tokens]], sample.rows.values[sample.rows.inverse])
+        assert torch.equal(rows.values[share.targets[:tokens]], sample.rows.values[sample.share.targets])
+        assert torch.equal(rows.ids[share.drawn.ids[:tokens]], sample.rows.ids[sample.share.drawn.ids])
+        assert torch.equal(share.drawn.log_q[:count], sample.share.drawn.log_q)
         assert (share.targets[tokens:] == -1).all() and not rows.values[count:].any() and share.count == 7
         addresses = rows.values.data_ptr(), rows.values.grad.data_ptr(), share.targets.data_ptr()
         assert replaced or addresses == earlier
@@ -41,8 +41,8 @@ def test_a_step_finds_its_tensors_at_the_same_addresses_until_it_needs_more():
 def test_the_gradient_of_rows_is_that_of_one_step():
     staged = Staged()
     for _ in range(2):
-        given = prepared(torch.arange(100), 50)
-        rows = staged.stage(given).rows
+        sample = prepared(torch.arange(100), 50)
+        rows = staged.stage(sample).rows
         rows.values[rows.inverse[:50]].sum().backward()
-        counts = torch.bincount(given.rows.inverse, minlength=100)
+        counts = torch.bincount(sample.rows.inverse, minlength=100)
         assert torch.equal(staged.buffers["gradient"][:100], counts[:, None].expand(-1, 8).float())
