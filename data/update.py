@@ -11,7 +11,7 @@ import numpy as np
 
 from data.ranking import Layout, training_windows
 from data.splits import Split, Splits, hide_same_time, train_events
-from data.types import DataError, Dataset
+from data.types import DataError, Dataset, shown
 from data.vocabulary import index_of
 
 
@@ -24,12 +24,14 @@ class NewEvents:
     late   earlier events that are not in the run's data
     lost   indices in the run's data: events that the data set does not have, of users and items that it has; None if
            unknown
+    num_present   the number of the run's events that the data set has; None if unknown
     """
 
     after: int
     new: np.ndarray
     late: np.ndarray
     lost: np.ndarray | None = None
+    num_present: int | None = None
 
 
 def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewEvents:
@@ -62,7 +64,27 @@ def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewE
     lost = np.flatnonzero(has_both)[order[~is_current & (place >= current_count)]]
     times = dataset.timestamps
     new = (times > after) | ((times == after) & ~known)
-    return NewEvents(after, np.flatnonzero(new), np.flatnonzero((times < after) & ~known), np.sort(lost))
+    late, num_present = np.flatnonzero((times < after) & ~known), int(has_both.sum()) - len(lost)
+    return NewEvents(after, np.flatnonzero(new), late, np.sort(lost), num_present)
+
+
+def missing_events(events: NewEvents, dataset: Dataset, before: Dataset) -> DataError | None:
+    """Return the error for a data set that is missing events of a run, or None; before: the run's data.
+
+    Events of users or items that the data set does not have at all may be missing, but not all events.
+    """
+    assert events.lost is not None and events.num_present is not None
+    if events.num_present and not len(events.lost):
+        return None
+    event = int(events.lost[0]) if len(events.lost) else 0
+    user = shown(str(before.user_ids[before.users_of(np.array(event))]))
+    item, time = shown(str(before.item_ids[before.items[event]])), before.timestamps[event]
+    count = f"{before.num_events - events.num_present:,}" if events.num_present else "all"
+    return DataError(
+        f"{dataset.name}: {count} of the {before.num_events:,} events of the run are missing, for example user {user}, "
+        f"item {item}, at {time}: expected all events, old and new, except those of deleted users; to add a file of "
+        "new events, give the path of a folder or a pattern with all files"
+    )
 
 
 def update_split(
@@ -99,8 +121,10 @@ def update_split(
     counted[events.new] = possible[events.new]
     older[events.new] = older[events.late] = False
     if not counted.any():
+        later = f"; its later events ({len(events.new):,}) are held out for evaluation or the first of their users"
         raise DataError(
             f"{dataset.name}: no event to train on is later than the run's last one, at {events.after} (Unix seconds)"
+            + (later if len(events.new) else "")
         )
 
     def inside(mask: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ and values. Before training, RUN is evaluated on the new events. lineage.jsonl h
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from typing import Any
 import torch
 
 from cli.terminal import terminal
-from data.errors import ConfigError
-from data.types import DataError, Dataset, shown
-from data.update import NewEvents, judging_splits, new_events
+from data.errors import ConfigError, UserError
+from data.update import NewEvents, judging_splits, missing_events, new_events
 from data.vocabulary import index_of
 from models.hstu import SequenceModel
 from training.average import WeightAverage
@@ -25,7 +25,7 @@ from training.config import RunConfig, load_config
 from training.folder import LINEAGE, access, check_run, read_manifest, read_regular, with_nulls
 from training.optimizer import state_dtype
 from training.ranks.processes import Ranks
-from training.run import Data, confined, open_data, open_weights, trained_model
+from training.run import Data, confined, load_data, open_data, open_weights, trained_model
 from training.saved import CheckpointError, load_folder
 from training.vocabulary import Known
 from training.warm_start import Places
@@ -75,10 +75,8 @@ def begin_update(folder: Path, config: RunConfig) -> Update:
     config_before = config_before.model_copy(update=options)
     # Without `events`: the previous run, if it is an update too, is opened with all of its data.
     before = open_data(config_before, trained_on=replace(known, events=None), rest=True)
-    data = open_data(config, extends=known.vocabulary)
+    data, events = open_all_events(config, before, extends=known.vocabulary)
     dataset, events_before = data.dataset, before.dataset.num_events
-    events = new_events(dataset, before.dataset, before.splits.train_end)
-    check_no_event_is_missing(events, before.dataset, dataset.name, folder)
     data = confined(data, events)
     first = {"generation": 0, "run": read_manifest(folder)["run"], "events": events_before}
     lines = read_lineage(folder) or [first | {"fingerprint": known.fingerprint}]
@@ -105,20 +103,25 @@ def begin_update(folder: Path, config: RunConfig) -> Update:
     return Update(folder, known, weights, source, before, data, [*lines, with_nulls(line)])
 
 
-def check_no_event_is_missing(events: NewEvents, before: Dataset, name: str, folder: Path) -> None:
-    """Raise DataError if the data `name` are missing events of the run in `folder`.
+def open_all_events(config: RunConfig, before: Data, **options: Any) -> tuple[Data, NewEvents]:
+    """Open data that have all events of a run and new ones; return the data and their new events.
 
-    Events of users or items that the data do not have at all may be missing.
+    before: the data of the run. options: further arguments of `open_data`. DataError if events of the run are missing,
+    whatever else is wrong: without them items of a features file may be in no event, or no user may have two events.
     """
-    if events.lost is not None and len(events.lost):
-        event = int(events.lost[0])
-        user = before.user_ids[before.users_of(events.lost[0])]
-        item, at = shown(str(before.item_ids[before.items[event]])), before.timestamps[event]
-        raise DataError(
-            f"{name}: {len(events.lost):,} of the events of {folder} are missing, for example user "
-            f"{shown(str(user))}, item {item}, at {at}: expected all events, old and new, except those of deleted "
-            "users"
-        )
+    run_events = before.dataset, before.splits.train_end
+    try:
+        data = open_data(config, **options)
+    except UserError as error:
+        with suppress(UserError):
+            plain = {"features": None, "min_user_events": 1, "min_item_events": 1}
+            dataset = load_data(config, cache_dir=None, partitions=None, **plain)
+            error = missing_events(new_events(dataset, *run_events), dataset, before.dataset) or error
+        raise error from None
+    events = new_events(data.dataset, *run_events)
+    if (missing := missing_events(events, data.dataset, before.dataset)) is not None:
+        raise missing
+    return data, events
 
 
 def new_data(config: RunConfig, known: Known, before: Data, ranks: Ranks | None = None) -> Data:
@@ -126,8 +129,7 @@ def new_data(config: RunConfig, known: Known, before: Data, ranks: Ranks | None 
 
     before: the data of the run. ranks: the ranks that evaluate together.
     """
-    data = open_data(config, vocabulary=known.vocabulary, ranks=ranks)
-    events = new_events(data.dataset, before.dataset, before.splits.train_end)
+    data, events = open_all_events(config, before, vocabulary=known.vocabulary, ranks=ranks)
     options: dict[str, Any] = {"targets": config.data.targets, "same_time": config.eval.same_time}
     options |= {"max_seq_len": config.model.max_seq_len, "layout": data.task.layout}
     splits = judging_splits(data.dataset, data.splits, events, **options)

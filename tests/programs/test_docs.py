@@ -300,7 +300,8 @@ def run_blocks(page: str, folder: Path, replaced=REPLACED, skipped: tuple[str, .
             continue
         if language == "sh":
             lines = [line.partition("  #")[0].strip() for line in text.splitlines()]
-            lines = [line for line in lines if line not in SET_UP and not SYNOPSIS.search(line)]
+            lines = [line for line in lines if line not in SET_UP and not line.startswith("#")]
+            lines = [line for line in lines if not SYNOPSIS.search(line)]
             with contextlib.chdir(folder):
                 while lines and CALL.fullmatch(lines[0]):
                     done = run_program(*lines.pop(0).split()[1:])

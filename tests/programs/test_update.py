@@ -154,9 +154,12 @@ def test_a_resumed_update_ends_as_an_uninterrupted_one(place, tmp_path):
     ("content", "more", "message"),
     [
         ("who,what\na,b\n", (), "who"),
-        (table(OLD[:-1] + FRESH), (), ": 1 of the events of "),
+        (table(OLD[:-1] + FRESH), (), ": 1 of the 200 events of the run are missing"),
         (table(FRESH), (), "user u16, item i01, at 6"),
+        (table(FRESH[:1]), (), "all of the 200 events of the run are missing"),  # no user has two events
+        (table([("new", item, 20) for item in ("i01", "i02")]), (), "all of the 200 events of the run are missing"),
         (table(OLD), (), "no event to train on is later than the run's last one, at 9"),
+        (table(OLD + FRESH[:1]), ("data.protocol=leave_one_out",), "its later events (1) are held out for evaluation"),
         (table(FIRST), ("model.embedding_dim=16",), "an update cannot change model.embedding_dim: 8 -> 16"),
     ],
 )
@@ -204,11 +207,16 @@ def test_a_run_whose_data_were_rewritten_is_updated(tmp_path):
         before = name
 
 
-def test_items_with_features_begin_as_their_features(tmp_path):
+def test_items_with_features_begin_as_their_features(tmp_path, capsys):
     (tmp_path / "items.csv").write_text("item,kind\n" + "".join(f"i{n:02},k{n % 3}\n" for n in range(11)))
     (tmp_path / "old.csv").write_text(table(OLD))
     (tmp_path / "run.yaml").write_text(CONFIG.replace("FEATURES", FEATURES).replace("PLACE", str(tmp_path)))
     assert train.main([str(tmp_path / "run.yaml"), "--run", str(tmp_path / "run")]) == 0
+    (tmp_path / "week.csv").write_text(table(FRESH))  # without the earlier events: most items of items.csv have none
+    arguments = "--update", tmp_path / "run", f"data.path={tmp_path / 'week.csv'}"
+    assert "week: all of the 200 events of the run are missing" in refuses(tmp_path, capsys, train.main, *arguments)
+    assert evaluation.main([str(tmp_path / "run"), "--data", str(tmp_path / "week.csv"), "--split", "new"]) == 2
+    assert "events of the run are missing" in capsys.readouterr().err
     (tmp_path / "items.csv").write_text(
         "item,kind\na00,k1\nz99,a-new-kind\n" + "".join(f"i{n:02},k{n % 3}\n" for n in range(11) if n != 5)
     )
