@@ -360,9 +360,17 @@ def _chosen(table: Table, file: FeatureFile) -> Table:
 
 def _unknown_rows(table: Table, file: FeatureFile, dataset: Dataset) -> np.ndarray:
     """Return the mask [R] of rows whose id is in no event of `dataset`; DataError if the options do not allow them."""
-    unknown = index_of(table.ids, dataset.item_ids if table.entity == "items" else dataset.user_ids) < 0
+    known_ids = dataset.item_ids if table.entity == "items" else dataset.user_ids
+    unknown = index_of(table.ids, known_ids) < 0
     # MovieLens' files have items and users without ratings.
     handling = file.unknown or ("error" if file.format in ("csv", "parquet", "npy", "attributes") else "drop")
+    if unknown.all() and handling != "add":
+        got = shown(repr(str(table.ids[0]))) if len(unknown) else "none"
+        hint = f" (data.features.{table.entity}.id names the column)" if FILES[file.format].named_columns else ""
+        raise DataError(
+            f"{table.name}: none of its {len(unknown):,} {table.entity} is in an event: expected ids like "
+            f"{shown(repr(str(known_ids[0])))}, got {got}{hint}"
+        )
     if handling == "error" and unknown.any():
         examples = ", ".join(shown(repr(str(id_))) for id_ in table.ids[unknown][:5])
         hint = ", add makes them part of the catalogue" if table.entity == "items" else ""
@@ -370,8 +378,6 @@ def _unknown_rows(table: Table, file: FeatureFile, dataset: Dataset) -> np.ndarr
             f"{table.name}: {unknown.sum():,} of {len(unknown):,} {table.entity} are in no event: {examples}; "
             f"data.features.{table.entity}.unknown=drop leaves them out{hint}"
         )
-    if unknown.all() and handling != "add":
-        raise DataError(f"{table.name}: none of its {len(unknown):,} {table.entity} is in an event")
     return unknown
 
 

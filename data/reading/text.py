@@ -150,11 +150,19 @@ def source_columns(fmt: RawFormat) -> dict[str, str | int]:
     return {**fmt.columns, **{flag: flag for flag in fmt.flags}}
 
 
+def _option(fmt: RawFormat, role: str) -> str:
+    """Return the key of the configuration that names the column of a role of events or of a file of features."""
+    kind, _, name = role.rpartition(":")  # such as category:brand, or an id
+    if fmt.section == "data":
+        return f"data.features.events.columns.{name}" if kind else f"{fmt.option}.{name}"
+    return f"{fmt.option}.{name}" if kind else f"{fmt.section}.id"
+
+
 def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
     """Raise DataError unless `present` has every column of the format exactly once."""
     for role, column in source_columns(fmt).items():
         if column not in present:
-            option = f" ({fmt.option}.{role.rpartition(':')[2]})" if fmt.named_columns else ""
+            option = f" ({_option(fmt, role)})" if fmt.named_columns else ""
             has = ", ".join(shown(c) for c in present[:20])[:400]
             raise DataError(f"{source.name}: no column {column!r}{option}{did_you_mean(column, present)}; it has {has}")
         if present.count(column) > 1:

@@ -92,7 +92,7 @@ def test_attributes_in_json(with_items):
 
 BAD_ITEMS = {
     "a missing column": (ITEMS.replace("brand", "brnd"), "no column 'brand' (data.features.items.columns.brand)"),
-    "no ids": (ITEMS.replace("item", "sku"), "no column 'item' (data.features.items.columns.item)"),
+    "no ids": (ITEMS.replace("item", "sku"), "no column 'item' (data.features.items.id)"),
     "two rows": (ITEMS + "i1,b,,2\n", "items.csv: two rows for item 'i1', rows 2 and 6"),
     "no number": (ITEMS.replace("-3e1", "cheap"), "line 5, column price: expected a number, got 'cheap'"),
     "decimal comma": (
@@ -132,7 +132,7 @@ BAD_JSON = {
     "a number": ('{"i1": [1.5]}', "item i1: expected attributes that are text or integers, got 1.5"),
     "true": ('{"i1": [true]}', "item i1: expected attributes that are text or integers, got True"),
     "deep": ("[" * 100_000, "not valid JSON"),
-    "others": ('{"x": [1]}', "1 of 1 items are in no event: 'x'"),
+    "others": ('{"x": [1]}', "none of its 1 items is in an event: expected ids like 'i0', got 'x'"),
 }
 
 
@@ -237,6 +237,8 @@ def test_features_of_events_are_columns_of_their_file(load):
     assert "column item is named twice" in error_of(load, "csv", text, features=twice)
     bad = text.replace("3\n", "x\n")
     assert "line 4, column spent: expected a number, got 'x'" in error_of(load, "csv", bad, features={"events": events})
+    missing = error_of(load, "csv", text.replace("device", "app"), features={"events": events})
+    assert "no column 'device' (data.features.events.columns.device)" in missing
     dropped = load("csv", bad, features={"events": events}, on_bad_row="drop")
     assert dropped.num_events == 2 and values_of(dropped)["device"] == [[], ["phone"]]
 
