@@ -143,17 +143,21 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
     """Evaluate the split, write the result, then print it."""
     split, dataset = "test" if options.split == "new" else options.split, data.dataset
     if options.sampled and options.sampled > dataset.num_items:
-        raise ConfigError(f"--sampled {options.sampled}: there are {dataset.num_items} items")
+        raise ConfigError(f"--sampled {options.sampled}: expected at most {dataset.num_items:,}, the number of items")
     if getattr(data.splits, split) is None:
         if options.split == "new":
             raise DataError(f"--split new: no user of {shown(options.data, 200)} has a new event and a history")
-        raise ConfigError(f"--split {split}: protocol {config.data.protocol} has no such split in these data")
+        names = [name for name in ("train", "valid", "test") if getattr(data.splits, name) is not None]
+        hint = "; --split new evaluates the events after the run's last one" if options.data else ""
+        known = f"{' or '.join(names)}, the splits of protocol {config.data.protocol} in these data"
+        raise ConfigError(f"--split {split}: expected {known}{hint}")
     if options.predict and config.data.targets == "all":
         raise ConfigError("--predict writes one list for each user: expected data.targets=first, got all")
     served = None
     if options.serve:
         if (form := config.task.served()) is not None and split not in form.splits:
-            raise ConfigError(f"--serve --split {split}: a user's first event has no history")
+            expected = f"{' or '.join(form.splits)}, in which every target has a history"
+            raise ConfigError(f"--serve: expected --split {expected}, got {split}")
         serving = ServingOptions(cache=options.serve, **serving_options(options))
         served = Recommender(model, config, data.vocabulary, has_timestamps=dataset.has_timestamps, options=serving)
         model = ServedModel(served, dataset)
@@ -286,10 +290,10 @@ def load_history(config: RunConfig, known: Known, path: Path) -> Dataset:
 
 
 def chosen_users(path: Path, dataset: Dataset) -> np.ndarray:
-    """Return the indices of the users whose ids are in the file, one a line; DataError for ids not in the data."""
+    """Return the indices of the users whose ids are in the file, one per line; DataError for ids not in the data."""
     ids = ids_of(path)
     if not ids:
-        raise DataError(f"{shown(path, 200)}: expected user ids, one a line, got none")
+        raise DataError(f"{shown(path, 200)}: expected user ids, one per line, got none")
     users = index_of(np.array(ids), dataset.user_ids)
     if unknown := [name for name, user in zip(ids, users) if user < 0]:
         examples = ", ".join(shown(name) for name in unknown[:5])
@@ -298,7 +302,7 @@ def chosen_users(path: Path, dataset: Dataset) -> np.ndarray:
 
 
 def ids_of(path: Path) -> list[str]:
-    """Read the ids in a file, one a line."""
+    """Read the ids in a file, one per line."""
     with access(path, "read"):
         content = read_regular(path, MOST_IDS)
     lines = [line.strip() for line in decoded(content, shown(path, 200)).splitlines()]

@@ -54,10 +54,10 @@ def _floor(text: str) -> tuple[str, float]:
 
 # Options of serving a run: name, type, text of --help. Their defaults are in serving.ServingOptions.
 SERVING_OPTIONS = (
-    ("sink_tokens", int, "quantized cache: first tokens of a window to store without quantization; by default 0"),
-    ("clip", float, "quantized cache: fraction of a group's range to cover; by default .75 at 2 bits, else 1"),
-    ("head_group", int, "quantized cache: heads to code together; by default 2, or 1 if the number of heads is odd"),
-    ("quant_group", int, "quantized cache: channels that share a scale; by default 64"),
+    ("sink_tokens", int, "quantised cache: first tokens of a window that are not quantised; by default 0"),
+    ("clip", float, "quantised cache: fraction of a group's range to cover; by default .75 at 2 bits, else 1"),
+    ("head_group", int, "quantised cache: heads to quantise together; by default 2, or 1 if their number is odd"),
+    ("quant_group", int, "quantised cache: channels that share a scale; by default 64"),
     ("cache_bytes", int, "memory for keys and values of all users, in bytes; by default 1 GiB"),
     ("slide", int, "oldest events to drop at once when a window is full; by default a quarter of the window"),
     ("cuda_graphs", true_or_false, "on a GPU: run forward passes of few tokens as CUDA graphs; by default true"),
@@ -187,7 +187,7 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     add("--data", metavar="NEW", help="other data of the same format; items unknown to the run are left out")
     add("--predict", type=Path, metavar="OUT", help="write the top-k items of each user of the split")
     add("--recommend", type=Path, metavar="OUT", help="write each user's next items, without evaluation")
-    add("--users", type=Path, metavar="FILE", help="with --recommend: a file of user ids, one a line; by default all")
+    add("--users", type=Path, metavar="FILE", help="with --recommend: a file of user ids, one per line; by default all")
     add("--history", type=Path, metavar="FILE", help="with --recommend: events to use instead of the data's")
     add("--items", type=Path, metavar="FILE", help="with --recommend: a file of new items with their features")
     add(
@@ -203,8 +203,8 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         metavar="BOOL",
         help="with --recommend: leave out items of the history; by default true unless the run's filter_seen is none",
     )
-    add("--allow", type=Path, metavar="FILE", help="with --recommend: recommend only items of FILE, an id a line")
-    add("--deny", type=Path, metavar="FILE", help="with --recommend: recommend no items of FILE, an id a line")
+    add("--allow", type=Path, metavar="FILE", help="with --recommend: recommend only items of FILE, one id per line")
+    add("--deny", type=Path, metavar="FILE", help="with --recommend: recommend no items of FILE, one id per line")
     add(
         "--where",
         type=_values,
@@ -265,9 +265,11 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         options.at_most[feature] = int(numbers[0])
     for name in ("predict", "sampled", "serve"):
         if getattr(options, name) is not None and (options.recommend or options.export_items or options.export_model):
-            parser.error(f"--{name.replace('_', '-')} evaluates a split: leave out --recommend and the exports")
+            parser.error(
+                f"--{name.replace('_', '-')} evaluates a split: leave out --recommend, --export-items, --export-model"
+            )
     if options.split == "new" and (not options.data or options.recommend or options.export_items):
-        parser.error("--split new evaluates the new events of --data NEW, without --recommend and --export-items")
+        parser.error("--split new needs --data NEW, and cannot be combined with --recommend and --export-items")
     for option, conflicting, reason in (
         ("recommend", "export_items", ""),
         ("recommend", "export_model", ""),

@@ -32,7 +32,10 @@ def protocol_lines(result: dict, filter_seen: str, same_time: str) -> list[str]:
         f"{result['repeated']:.2%} of the targets repeat an earlier item of their user.",
     ]
     if result["targets"] > result["users"]:
-        lines.append(f"{result['targets']:,} targets in {result['rankings']:,} rankings; a user's are averaged first.")
+        lines.append(
+            f"{result['targets']:,} targets in {result['rankings']:,} rankings. Metrics are averaged over each user's "
+            "rankings, then over users."
+        )
     if share := result.get("same_time"):
         known = "hidden from" if same_time == "hidden" else "part of"
         lines.append(
@@ -41,8 +44,8 @@ def protocol_lines(result: dict, filter_seen: str, same_time: str) -> list[str]:
         )
     if cold := result.get("cold"):
         lines.append(
-            f"{cold['items']:,} items have no training event: the targets of {cold['targets']:,} users, and "
-            f"{cold['in_lists']:.2%} of the entries of the model's lists."
+            f"{cold['items']:,} items have no training event. They are the targets of {cold['targets']:,} users and "
+            f"{cold['in_lists']:.2%} of the entries in the model's lists."
         )
     settings = (
         f"{name} {', '.join(f'{option} {value}' for option, value in baseline['settings'].items())}"

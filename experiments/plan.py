@@ -98,7 +98,8 @@ def load_plan(
         except ConfigError as error:
             errors += [f"{where}: settings.{name}: {line}" for line in str(error).split("\n")]
     names = [*file.settings, *existing_runs]
-    errors += [f"{where}: {name}: both a setting and a run" for name in file.settings if name in existing_runs]
+    doubled = [name for name in file.settings if name in existing_runs]
+    errors += [f"{where}: {name}: a setting and a run have this name, rename one" for name in doubled]
     errors += [f"{where}: settings.{name}: this name is reserved for a file" for name in names if name in TAKEN]
     chosen = baseline or file.baseline or next(iter(names), "")
     if len(names) < 2:

@@ -233,9 +233,8 @@ def _follow(tuning: Search, run: Running, has_ended: bool) -> bool:
     with access(folder / RESULT, "read"):
         value = json.loads(read_regular(folder / RESULT)).get("best")
     if value is None:
-        _fail(
-            tuning, run.trial, "no evaluation on the validation split chose weights: are warm-ups longer than the run?"
-        )
+        reason = f"{tuning.metric} has no value on validation: does the attention's warm-up last until the run's end?"
+        _fail(tuning, run.trial, reason)
         return True
     before = tuning.best()
     tuning.study.tell(run.trial, value)

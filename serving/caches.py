@@ -144,7 +144,8 @@ class Caches:
             if pages < 0 or sequences < 0:
                 if not count:
                     raise CacheFull(
-                        f"no room for {length:,} tokens of a user: {len(pinned):,} pinned users fill the cache"
+                        f"no room for {length:,} tokens of a user, since {len(pinned):,} pinned users fill the cache: "
+                        "unpin users, or set a larger cache_bytes"
                     )
                 return count
         return len(users)

@@ -67,5 +67,5 @@ class Catalogue(ServedRun):
             (9, 8)
         """
         if self.ranking or not self.config.model.head.has_item_vectors:
-            raise ServingError("expected a task and head that score items by one vector each")
+            raise ServingError("expected a retrieval run with model.head.kind=dot and without model.head.repeats")
         return export_items(Path(folder), self.model, self.items.ids)

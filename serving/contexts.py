@@ -151,7 +151,7 @@ class Contexts:
         if wrong := [name for name in features if name not in before]:
             names = ", ".join(sorted(before)) or "none"
             raise InvalidRequest(
-                f"features: {shown(wrong[0])} is not a feature known before the user acts, expected {names}"
+                f"features: {shown(wrong[0])} is not a feature of events with known=before; the run has {names}"
             )
         codes = self.joined(None, self._rows("events", count, features))
         assert codes is not None
@@ -173,7 +173,7 @@ class Contexts:
         if self.actions is not None and actions is not None:
             codes += actions
         if codes.max(initial=0) >= MOST_CODES:
-            raise LimitReached("features: too many distinct combinations of values in events")
+            raise LimitReached(f"features: expected at most {MOST_CODES:,} combinations of action and features")
         return codes.astype(np.int32)
 
     def lookup(self, values: list) -> tuple[np.ndarray | None, np.ndarray]:

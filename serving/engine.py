@@ -95,7 +95,7 @@ class Engine:
         forms: list[PagedForm] = [layer.attention.form for layer in self.layers]
         sparse = {place: one.blocks for place, one in enumerate(forms) if one.blocks is not None}
         if sparse and form.bits:
-            raise ServingError(f"cache={options.cache}: bsa cannot use codes, expected auto, fp32, bf16 or fp16")
+            raise ServingError(f"cache={options.cache}: bsa needs unquantised pages, expected auto, fp32, bf16 or fp16")
         self._choices = {place: (form.heads, blocks.chosen) for place, blocks in sparse.items()}
         sizes = {place: blocks.size for place, blocks in sparse.items()}
         longest = self._tokens(window.capacity)

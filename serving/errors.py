@@ -92,7 +92,7 @@ class LimitReached(RequestError):
         >>> small = run.recommender(most_users=24, cache_bytes=2**20)
         >>> small.append(["new"], ["s1"], [1_800_000_000])
         Traceback (most recent call last):
-        serving.errors.LimitReached: at most 24 users are stored
+        serving.errors.LimitReached: expected at most 24 users in the store (--max-users, most_users)
     """
 
 

@@ -227,11 +227,11 @@ class Histories:
         if len(self._users) + len(users) > self.most_users:
             new = sum(user not in self._users for user in users)
             if len(self._users) + new > self.most_users:
-                raise LimitReached(f"at most {self.most_users:,} users are stored")
+                raise LimitReached(f"expected at most {self.most_users:,} users in the store (--max-users, most_users)")
         for user, more in zip(users, counts):
             known = self.get(user)
             if (known.count if known else 0) + more > self.most_events:
-                raise LimitReached(f"a user may have at most {self.most_events:,} events")
+                raise LimitReached(f"expected at most {self.most_events:,} events a user (--max-history, most_events)")
 
     def add(self, user: str, items: np.ndarray, timestamps: np.ndarray, actions: np.ndarray | None) -> int:
         """Add events of one user; an event earlier than the last one is inserted in time order, after ties.

@@ -113,9 +113,9 @@ def page_format(model: SequenceModel, options: ServingOptions) -> hstu_sparse.Pa
     for place, layer in enumerate(layers):
         layer_codes, kind = layer.attention.paged().codes or {}, layer.attention.config.kind
         if layer_codes and trained and layer_codes != trained:
-            raise ServingError(f"layer {place} has other codes than earlier layers, pages must have one format")
+            raise ServingError(f"layer {place}: expected the options of earlier rotatekv layers: pages have one format")
         if layer_codes and options.cache != "auto" and layer_codes != chosen:
-            raise ServingError(f"cache={options.cache}: the run was trained for other codes, leave this option out")
+            raise ServingError(f"cache={options.cache}: the run was trained for another format, leave this option out")
         if (layer_codes or trained) and place and bool(layer_codes) != bool(trained):
             raise ServingError(f"layer {place} ({kind}): expected all layers or none of kind rotatekv")
         trained = layer_codes or trained

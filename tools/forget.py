@@ -52,7 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{folder}: was trained on data with one of these users")
     for fault in faults:
         print(f"not checked: {fault}")
-    print(f"{len(folders):,} prepared data sets, {len(trained):,} such runs. Remove the users from the raw data, too.")
+    print(f"checked: {len(folders):,} prepared data sets; runs trained on data with these users: {len(trained):,}")
+    print("Remove the users from the raw data, too.")
     return 0
 
 

@@ -49,7 +49,7 @@ def result_advice(config: RunConfig, result: dict[str, Any], update: bool = Fals
             ways.insert(0, "a smaller model (configs/small.yaml)")
         if config.eval.patience is None or result["epoch"] + 1 >= config.train.epochs:  # patience did not end it
             ways.insert(0, f"more steps ({'train.update.epochs' if update else 'train.epochs, train.steps'})")
-        lines.append(f"The model ends below {verdict['baseline']}. Try {', '.join(ways[:-1])} or {ways[-1]}.")
+        lines.append(f"The model is worse than {verdict['baseline']}. Try {', '.join(ways[:-1])} or {ways[-1]}.")
     return lines
 
 

@@ -278,8 +278,8 @@ class Checkpoints:
         }
         if wrong:
             raise CheckpointError(
-                f"{source}: belongs to another model, optimiser or sharding, {min(wrong)} and {len(wrong) - 1} other "
-                "tensors do not fit"
+                f"{source}: belongs to another model, optimiser or sharding, {len(wrong):,} of its tensors do not fit "
+                f"or are missing, such as {min(wrong)}"
             )
         # The tensors of `state` share memory with the model, the table, the optimiser and the average.
         dcp.read_tensors(source, state)

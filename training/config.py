@@ -134,7 +134,7 @@ class EvalConfig(Options):
     """The metric that chooses the best weights: those with the greatest value or, for losses such as log_loss, the
     smallest; if absent, the task's first metric (retrieval: NDCG@10)."""
     patience: int | None = Field(None, ge=1)
-    """The number of evaluations in a row without an improvement of best_metric after which training stops; absent,
+    """The number of evaluations in a row without an improvement of best_metric after which training stops; if absent,
     training never stops early. Evaluations during an attention's warm-up do not count."""
     test: bool = True
     """Whether the finished run is evaluated on the test split."""

@@ -81,14 +81,14 @@ def load_meta_weights(
     items = tensors.take(ITEMS, (None, model.item_weight.shape[1]))
     if len(ids) != len(model.item_weight) or int(ids.min()) < 1 or int(ids.max()) >= len(items):
         raise ConfigError(
-            f"item_ids: expected {len(model.item_weight)} from 1 to {len(items) - 1}, got {len(ids)} from "
+            f"item_ids: expected {len(model.item_weight)} ids from 1 to {len(items) - 1}, got {len(ids)} from "
             f"{int(ids.min())} to {int(ids.max())}"
         )
     new["embedding.tables.embeddings.item.weight"] = items[ids]
     longest, size = model.embedding.position.shape
     positions = tensors.take(POSITIONS, (None, size))
     if len(positions) < longest:
-        raise ConfigError(f"Meta's weights: {len(positions)} positions, model.max_seq_len is {longest}")
+        raise ConfigError(f"Meta's weights: expected {longest} positions (model.max_seq_len), got {len(positions)}")
     new["embedding.position"] = positions[:longest]
     for place, layer in enumerate(model.layers):
         convert = CONVERT.get(type(layer))

@@ -95,9 +95,9 @@ def log_ratio(
     The result is infinite or NaN if a mean is 0, over all users or over a draw of them.
     """
     if ours.shape[:-2] != theirs.shape[:-2] or ours.shape[-1] != theirs.shape[-1]:
-        raise ValueError(f"the values are {ours.shape} and {theirs.shape} ([..., seeds, users]): not of the same users")
+        raise ValueError(f"expected values [..., seeds, users] of the same users, got {ours.shape} and {theirs.shape}")
     if same_runs and ours.shape != theirs.shape:
-        raise ValueError(f"same_runs: the runs are {ours.shape[-2]} and {theirs.shape[-2]}")
+        raise ValueError(f"same_runs: expected as many runs in both, got {ours.shape[-2]} and {theirs.shape[-2]}")
     with np.errstate(divide="ignore", invalid="ignore"):
         center = np.log(ours.mean((-2, -1)) / theirs.mean((-2, -1)))
         our_draws, their_draws = user_draws(np.stack([ours.mean(-2), theirs.mean(-2)]), draws)

@@ -72,7 +72,10 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
     if source_vocabulary.fingerprint != facts.get("fingerprint"):
         raise CheckpointError(f"{source}: its training data differ from those in vocabulary/")
     if config.model.action_embedding and vocabulary.action_names != source_vocabulary.vocabulary.action_names:
-        raise ConfigError(f"--init-from {shown(folder, 200)}: its actions have other names")
+        names, ours = (
+            shown(", ".join(one.action_names or ["numbers"]), 200) for one in (source_vocabulary.vocabulary, vocabulary)
+        )
+        raise ConfigError(f"--init-from {shown(folder, 200)}: expected the actions of these data, {ours}, got {names}")
     places, sharded = Places.of(vocabulary, source_vocabulary.vocabulary), sharded_table(model)
     if sharded is None:
         weights, _ = saved_weights(source)

@@ -140,7 +140,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: Path) -> 
     )
     if wrong:
         raise CheckpointError(
-            f"{source}: belongs to another model, {wrong[0]} and {len(wrong) - 1} other tensors do not fit"
+            f"{source}: belongs to another model, {len(wrong):,} tensors do not fit or are missing, such as {wrong[0]}"
         )
     for name, weight in weights.items():
         if weight.dtype != expected[name].dtype:

@@ -43,7 +43,7 @@ class ItemFeatureOptions(FeatureOptions):
     path: str | None = Field(None, min_length=1)
     """The .npy file with the vectors, one in each row; if absent, they are in a column of the Parquet file."""
     ids: str | None = Field(None, min_length=1)
-    """The file with the items' ids in the order of the vectors, .npy or text with an id a line; if absent,
+    """The file with the items' ids in the order of the vectors, .npy or text, one id per line; if absent,
     `NAME.ids.npy` or `NAME.ids.txt` next to `NAME.npy`."""
 
     @model_validator(mode="after")
@@ -76,7 +76,7 @@ class FeatureFile(Options):
     path: str = Field(min_length=1)
     """The file."""
     id: str | None = Field(None, min_length=1)
-    """The column with the ids; if absent, `item` or `user`."""
+    """The column with the ids; if absent, `item` for items and `user` for users."""
     separator: str | None = None
     """The character between the fields of a csv file; if absent, it is detected from the header."""
     encoding: str | None = Field(None, min_length=1)
@@ -180,7 +180,7 @@ class EventFeatures(Options):
         if not (self.columns or self.calendar):
             raise ValueError("expected columns or calendar")
         if len(set(self.calendar)) < len(self.calendar):
-            raise ValueError("calendar: expected distinct parts of the time")
+            raise ValueError("calendar: expected each part of the time once")
         return self
 
 

@@ -101,7 +101,7 @@ def open_parquet(source: RawFile, feature: str, column: str, option: str) -> Vec
         raise DataError(f"{source.name}: not a readable Parquet file: {reason}") from error
     width = lengths.drop_nulls().mode().sort()
     if not len(width) or width[0] == 0:
-        raise DataError(f"{source.name}, column {shown(column)}: it has no vector")
+        raise DataError(f"{source.name}, column {shown(column)}: no row has a vector")
     if len(wrong := (lengths != width[0]).arg_true()):
         raise DataError(
             f"{source.name} row {wrong[0] + 1}, column {shown(column)}: expected {width[0]} numbers, as in the other "
@@ -172,7 +172,7 @@ def packed(vectors: VectorFile, place: np.ndarray, folder: Path | None) -> tuple
     """
     with_row = np.flatnonzero(place >= 0)
     if not len(with_row):
-        raise DataError(f"{vectors.source.name}: it has no vector of an item")
+        raise DataError(f"{vectors.source.name}: none of its {vectors.rows:,} vectors belongs to an item")
     target = np.full(vectors.rows, -1, np.int64)
     target[place[with_row]] = np.arange(len(with_row))
     shape, num_described, bad = (len(with_row), vectors.width), 0, []

@@ -161,7 +161,7 @@ def check_source(source: RawFile, fmt: RawFormat) -> tuple[int, int]:
             except OSError:  # no data after the hole
                 end = status.st_size
             if end - hole > (MOST_HOLE if fmt.kind in ("parquet", "npy") else 0):
-                raise DataError(f"{source.name}: {end - hole:,} bytes from byte {hole:,} on were never written")
+                raise DataError(f"{source.name}: incomplete, {end - hole:,} bytes from {hole:,} on were never written")
     return status.st_size, status.st_mtime_ns
 
 

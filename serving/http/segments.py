@@ -62,7 +62,7 @@ class Segments:
     def _read(self) -> None:
         file = self.folder / MANIFEST
         if not file.exists():
-            raise LogError(f"{shown(file, 200)}: missing, it lists the segments of the log")
+            raise LogError(f"{shown(file, 200)}: missing, expected the list of the log's segments")
         manifest = content_of(file.read_bytes())
         try:
             self.segments = [Segment(*segment) for segment in manifest["segments"]]

@@ -200,7 +200,8 @@ def check_requests(old: Recommender, new: Recommender, most_missing: float) -> N
         ("reads times", old.has_timestamps, new.has_timestamps),
     ):
         if before != after:
-            raise ModelRefused(f"{new.label}: only one of the two models {what}: {(old if before else new).label}")
+            one, other = (old, new) if before else (new, old)
+            raise ModelRefused(f"{new.label}: cannot replace {old.label}: {one.label} {what}, {other.label} does not")
     ids = np.asarray(old.items.ids)[: old.model.embedding.num_items]  # without added items, which `new` gets, too
     _, known = new.items.lookup(ids)
     missing = ids[~known]

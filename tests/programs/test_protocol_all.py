@@ -13,7 +13,7 @@ def test_trains_on_all_events_without_evaluation(tmp_path):
     assert result["steps"] and not result.keys() & {"model", "popularity", "split"}
     assert "HR@10" not in (tmp_path / "run" / "report.md").read_text()
     judged = run("eval.py", tmp_path / "run")
-    assert judged.returncode == 2 and "--split test: protocol all has no such split" in judged.stderr
+    assert judged.returncode == 2 and "--split test: expected train, the splits of protocol all" in judged.stderr
 
 
 def test_patience_needs_something_held_out(tmp_path):

@@ -188,7 +188,7 @@ def test_features_that_are_refused():
         with pytest.raises(InvalidRequest, match=message):
             recommender.append(["u"], [100], [AT], [4], features=features)
     with pytest.raises(
-        InvalidRequest, match="features: watched is not a feature known before the user acts, expected device"
+        InvalidRequest, match="features: watched is not a feature of events with known=before; the run has device"
     ):
         recommender.score(["u"], [CANDIDATES], AT, features={"watched": [3]})
     with pytest.raises(InvalidRequest, match="features: tags of user 1: expected a list, got 'a'"):

@@ -57,7 +57,7 @@ N = 66
 def test_portions_do_not_matter(attention, cache):
     """With every format, answers do not depend on the calls that added events, for lengths around 64, N and 3 N."""
     if attention is BSA and cache == "2bit":
-        with pytest.raises(ServingError, match="bsa cannot use codes"):
+        with pytest.raises(ServingError, match="bsa needs unquantised pages"):
             serve(make_config(BSA), make_model(make_config(BSA)), cache="2bit")
         return
     config = make_config(attention, max_seq_len=N)
@@ -253,7 +253,7 @@ def test_limits(small):
         ({"kind": "softmax", "num_kv_heads": 1}, {}, {}, "layer 0 has 1 key heads, expected 2"),
         ({"kind": "rotatekv", "bits": 3}, {}, {}, "layer 0 has bits=3"),
         ({"kind": "rotatekv", "sparsity": 0.5}, {}, {}, "layer 0 has sparsity=0.5"),
-        ({"kind": "rotatekv"}, {}, {"cache": "4bit"}, "trained for other codes"),
+        ({"kind": "rotatekv"}, {}, {"cache": "4bit"}, "trained for another format"),
         ([{"kind": "rotatekv"}, DENSE], {}, {}, r"layer 1 \(dense\): expected all layers or none of kind rotatekv"),
         (DENSE, {}, {"cache": "5bit"}, "cache: expected one of auto, fp32"),
         (DENSE, {}, {"sink_tokens": 2}, "sink_tokens=2: expected cache 8bit, 4bit or 2bit, got auto"),

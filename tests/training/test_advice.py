@@ -42,9 +42,9 @@ def test_a_model_below_a_baseline():
     below = {"baseline": "again", "model": 0.1, "of_baseline": 0.2}
     result = {"steps": 500, "epoch": 5, "against_baseline": below}
     (line,) = advice.result_advice(config(), result)
-    assert "below again. Try more steps" in line and "configs/small.yaml" in line
+    assert "worse than again. Try more steps" in line and "configs/small.yaml" in line
     (line,) = advice.result_advice(config(patience=3), result | {"epoch": 2})
-    assert "below again. Try a smaller model (configs/small.yaml)" in line
+    assert "worse than again. Try a smaller model (configs/small.yaml)" in line
     assert not advice.result_advice(config(), result | {"against_baseline": below | {"model": 0.3}})
     (line,) = advice.result_advice(config(), result | {"steps": 9}, update=True)
     assert "Try more steps (train.update.epochs), " in line

@@ -123,7 +123,7 @@ def test_a_run_that_fails_a_check_is_refused(log, tmp_path):
             ("nothing", NO_RUN), ("../runs/day8", NO_RUN), ("", ""), ("day8/", NO_RUN), ("..", NO_RUN),
             ("damaged", "best/model.safetensors: damaged"),
             ("fewer-items", "does not know 1 of the 40 items of small: 217"),
-            ("actions", "only one of the two models reads actions: actions"),
+            ("actions", "actions: cannot replace small: actions reads actions, small does not"),
             ("not-finite", "scores for stored users are not finite"),
             ("worse", "worse: NDCG@10 is 0.1, expected at least 0.15"),
         ):  # fmt: skip
