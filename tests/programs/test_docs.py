@@ -29,6 +29,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 BLOCK = re.compile(r"^```(sh|python|yaml)(?: title=\"(.+?)\")?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```.*\n((?:.*\n)*?)^```", re.MULTILINE)
 INDENTED = re.compile(r"(?:^(?: {4,}|\t).*\n)+", re.MULTILINE)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -191,6 +192,12 @@ def test_pages_are_short():
     """Check that pages do not grow: what nobody will use again is left out."""
     words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
     assert not {name: count for name, count in words.items() if count > 2_000}
+
+
+def test_lines_of_blocks_fit_the_page():
+    """Check that no line of a block has to be scrolled to on the site at 1280 pixels."""
+    blocks = ((page.name, block) for page in PAGES for block in FENCED.findall(page.read_text()))
+    assert not [f"{page}: {line}" for page, block in blocks for line in block.splitlines() if len(line) > 95]
 
 
 def test_pages_cite_versions_and_no_commits():
