@@ -7,7 +7,7 @@ Letters: T tokens, E embedding size, I items, K negatives.
 """
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,18 +37,44 @@ TERM_WIDTH = 8  # elements that the term of repeats computes for each item of a 
 
 
 class Negatives(NamedTuple):
-    """Negatives [T, K], [K] for all positions, or [G, K] if they are `in_blocks`: position t has row t % G.
+    """Negatives [K] of all positions, [T, K], or [G, K] of G blocks of positions.
 
     log_q [I]: the logarithm of each item's probability of being drawn.
+    block [T]: the block of each position; None: position t is in block t % G.
     """
 
     ids: Tensor
     log_q: Tensor | None = None
-    in_blocks: bool = False
+    block: Tensor | None = None
+
+    def in_blocks(self, positions: int) -> bool:
+        return self.block is not None or (self.ids.dim() == 2 and len(self.ids) != positions)
 
     def per_position(self, positions: int) -> Tensor:
-        """Return the ids with a row for each of `positions` = T positions, [T, K]; [K] if all positions share them."""
-        return self.ids.repeat(-(-positions // len(self.ids)), 1)[:positions] if self.in_blocks else self.ids
+        """Return the ids with a row for each of `positions` = T positions, [T, K]."""
+        if not self.in_blocks(positions):
+            return self.ids.expand(positions, -1)
+        tokens = torch.arange(positions, device=self.ids.device)
+        return self.ids[tokens % len(self.ids) if self.block is None else self.block]
+
+    def tiles(self, positions: int, unit: int) -> tuple[Tensor, Tensor, int]:
+        """Return (the places [T] of positions in N tiles of one block each, the ids [N, K] of tiles, a tile's size).
+
+        The size is a multiple of `unit`. It and N do not depend on values, so that steps can be captured.
+        """
+        blocks, tokens = len(self.ids), torch.arange(positions, device=self.ids.device)
+        size = max(1, -(-positions // (blocks * unit))) * unit
+        if self.block is None:
+            return tokens % blocks * size + tokens // blocks, self.ids, size
+        block, order = self.block.sort(stable=True)
+        counts = block.new_zeros(blocks).index_add_(0, block, torch.ones_like(block))
+        tiles = (counts + size - 1) // size
+        begins = (tiles.cumsum(0) - tiles) * size - (counts.cumsum(0) - counts)
+        places = torch.empty_like(order).index_copy_(0, order, tokens + begins[block])
+        # There are at most positions // size full tiles, and one more of each block.
+        numbers = torch.arange(positions // size + blocks, device=tokens.device)
+        owners = torch.searchsorted(tiles.cumsum(0), numbers, right=True).clamp(max=blocks - 1)
+        return places, self.ids[owners], size
 
 
 class Share(NamedTuple):
@@ -70,8 +96,10 @@ class Share(NamedTuple):
     def part(self, index: Tensor) -> "Share":
         """Return the share of the outputs `index` [T'], in which items have the same numbers."""
         drawn = self.drawn
-        if drawn is not None and drawn.ids.dim() == 2:
-            drawn = drawn._replace(ids=drawn.ids[index % len(drawn.ids)], in_blocks=False)
+        if drawn is not None and drawn.in_blocks(len(self.targets)):
+            drawn = drawn._replace(block=index % len(drawn.ids))
+        elif drawn is not None and drawn.ids.dim() == 2:
+            drawn = drawn._replace(ids=drawn.ids[index])
         return Share(self.targets[index], drawn, (self.targets >= 0).sum().clamp(min=1))
 
 
@@ -119,8 +147,7 @@ def head_loss(
         excluded = excluded_items(config, batch, longest)
         excluded = None if excluded is None else places_of(features, excluded)
         return training_loss(config, out, items, share, dtype, temperature, excluded, repeats), {}
-    rows = len(share.targets)
-    ids = None if share.drawn is None else share.drawn.per_position(rows).expand(rows, -1)
+    ids = None if share.drawn is None else share.drawn.per_position(len(share.targets))
     return mol_loss(model.head, out, items, share.targets, ids, share.ranks)
 
 
@@ -156,15 +183,7 @@ def block_count(positions: int) -> int:
     Neighbouring positions, whose outputs are similar, thus have different negatives. A batch has at least LEAST_BLOCKS
     blocks, but at most one for every BLOCK positions; a block has at most MOST_POSITIONS.
     """
-    return min(-(-positions // BLOCK), max(LEAST_BLOCKS, -(-positions // MOST_POSITIONS)))
-
-
-def by_block(x: Tensor, blocks: int, padding: int = 0) -> tuple[Tensor, int]:
-    """Return x [T, ...] with the positions of a block in succession, and how many a block has, a multiple of BLOCK."""
-    rows = -(-len(x) // (blocks * BLOCK)) * BLOCK
-    if missing := rows * blocks - len(x):
-        x = torch.cat([x, x.new_full((missing, *x.shape[1:]), padding)])
-    return x.unflatten(0, (rows, blocks)).transpose(0, 1).flatten(0, 1), rows
+    return max(1, min(-(-positions // BLOCK), max(LEAST_BLOCKS, -(-positions // MOST_POSITIONS))))
 
 
 def draw_negatives(
@@ -178,22 +197,19 @@ def draw_negatives(
     """
     if config.kind == "cross_entropy":
         return None
-    in_blocks = config.negatives == "block" and below is None and len(targets) > 0
     rows: tuple[int, ...] = () if config.negatives == "shared" else (len(targets),)
-    if in_blocks:
+    if config.negatives == "block" and below is None:
         rows = (block_count(len(targets)),)
     # The kernels read ids often, and int32 takes half the bytes; on a CPU torch only indexes with int64.
     dtype = torch.int32 if targets.is_cuda else torch.int64
     if below is None:
-
-        def below(limit: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return torch.randint(limit, shape, device=targets.device, dtype=dtype)
+        below = lambda limit, shape, dtype: torch.randint(limit, shape, device=targets.device, dtype=dtype)
 
     def uniform(count: int) -> Tensor:
         return below(num_items, (*rows, count), dtype)
 
     if config.kind in ("sampled_softmax", "bce"):
-        return Negatives(uniform(config.num_negatives), in_blocks=in_blocks)
+        return Negatives(uniform(config.num_negatives))
     pool = targets if pool is None else pool
     scored = pool >= 0
     total = scored.sum().clamp(min=1)
@@ -207,12 +223,12 @@ def draw_negatives(
         return candidates.index_select(0, places.flatten()).view(places.shape)
 
     if config.kind == "in_batch":
-        return Negatives(in_batch(config.num_negatives), in_blocks=in_blocks)
+        return Negatives(in_batch(config.num_negatives))
     count = config.num_in_batch
     share = count / config.num_negatives
     seen = torch.zeros(num_items, device=targets.device).index_add_(0, pool.clamp(min=0), scored.float())
     log_q = (share / total * seen + (1 - share) / num_items).log()
-    return Negatives(torch.cat([in_batch(count), uniform(config.num_negatives - count)], -1), log_q, in_blocks)
+    return Negatives(torch.cat([in_batch(count), uniform(config.num_negatives - count)], -1), log_q)
 
 
 def training_loss(
@@ -241,48 +257,42 @@ def training_loss(
         repeats: the term that is added to the cosines; outputs are then normalised.
     """
     targets, drawn, count = share.targets, share.drawn, share.count
-    if repeats is None and takes_kernel(config, out):
-        dtype, factor = dtype or item_weight.dtype, 1 if count is None else (targets >= 0).sum() / count
-        out, block = out.to(dtype), 1
-        if drawn is not None and drawn.in_blocks:
-            out, block = by_block(out, len(drawn.ids))
-            targets, _ = by_block(targets, len(drawn.ids), -1)
-        return factor * hstu_sparse.catalogue_loss(
-            out,
-            item_weight.to(dtype),
-            targets,
-            temperature=config.temperature if temperature is None else temperature,
-            negatives=None if drawn is None else drawn.ids,
-            log_q=None if drawn is None else drawn.log_q,
-            block=block,
-            label_smoothing=config.label_smoothing,
-        )
-    if temperature is not None:
-        out = out * (config.temperature / temperature)
+    ids, log_q, _ = (None, None, None) if drawn is None else drawn
+    kernel, size = repeats is None and takes_kernel(config, out), 1
+    out = out.to(dtype or item_weight.dtype) if kernel else out
     item_weight = item_weight.to(out.dtype)
-    whole = drawn is None or takes_whole_catalogue(config, out, item_weight)
-    items = normalized(item_weight) if whole else item_weight
-    width = len(item_weight) if whole else (config.num_negatives + 1) * out.shape[1]
+    if drawn is not None and drawn.in_blocks(len(out)):
+        places, ids, size = drawn.tiles(len(out), BLOCK if out.is_cuda else 1)
+        out = out.new_zeros(len(ids) * size, out.shape[1]).index_copy_(0, places, out)
+        targets = targets.new_full((len(out),), -1).index_copy_(0, places, targets)
+    if kernel:
+        scale = config.temperature if temperature is None else temperature
+        options: dict[str, Any] = dict(log_q=log_q, block=size, label_smoothing=config.label_smoothing)
+        loss = hstu_sparse.catalogue_loss(out, item_weight, targets, temperature=scale, negatives=ids, **options)
+        return loss if count is None else (targets >= 0).sum() / count * loss
+    out = out if temperature is None else out * (config.temperature / temperature)
+    whole = ids is None or (size == 1 and takes_whole_catalogue(config, out, item_weight))
+    once = whole or ids is None or len(item_weight) <= ids.numel()
+    items = normalized(item_weight) if once else item_weight
+    width = len(item_weight) if whole else (config.num_negatives + 1) * max(size, out.shape[1])  # of a tile
+    in_rows = ids is not None and ids.dim() == 2
+    if ids is not None and in_rows and not whole:
+        out, targets = out.unflatten(0, (len(ids), size)), targets.unflatten(0, (len(ids), size))
     if repeats is not None:
         width += TERM_WIDTH * repeats.earlier.longest
     # Chunks are larger for gathered rows, since every chunk has a gradient as large as the table.
     rows = max(1, chunk_size(out) * (1 if whole else 2) // width)
-    ids, log_q = (None, None) if drawn is None else (drawn.per_position(len(out)), drawn.log_q)
-    shared = ids if ids is not None and ids.dim() == 1 else None
-
     tokens = torch.arange(len(out), device=out.device)
     term_parameters = {} if repeats is None else dict(repeats.term.named_parameters())
 
     def chunk(out, targets, negatives, excluded, tokens, items, *parameters):
-        if repeats is not None:
-            weights = dict(zip(term_parameters, parameters))
-            terms = functional_call(repeats.term, weights, (out, tokens, repeats.earlier))
-            return _catalogue_loss(config, out, items, targets, excluded, dtype, terms)
-        if excluded is not None:
-            return _catalogue_loss(config, out, items, targets, excluded, dtype)
-        return _chunk_loss(config, whole, out, items, targets, negatives if shared is None else shared, log_q)
+        if ids is not None:
+            return _sampled_loss(config, once, out, items, targets, negatives if in_rows else ids, log_q)
+        weights = dict(zip(term_parameters, parameters))
+        terms = None if repeats is None else functional_call(repeats.term, weights, (out, tokens, repeats.earlier))
+        return _catalogue_loss(config, out, items, targets, excluded, dtype, terms)
 
-    rowwise = out, targets, ids if shared is None else None, excluded, tokens
+    rowwise = out, targets, ids if in_rows else None, excluded, tokens
     total = ChunkedSum.apply(chunk, rows, len(rowwise), *rowwise, items, *term_parameters.values())
     return total / ((targets >= 0).sum().clamp(min=1) if count is None else count)
 
@@ -339,10 +349,7 @@ def _catalogue_loss(
     out, items: normalised. terms: (items [R, N], the terms that are added to their cosines [R, N]).
     """
     out, chosen = out / config.temperature, targets.clamp(min=0)[:, None]
-    if out.is_cuda and dtype is not None:
-        logits = cast(Tensor, _Product.apply(out.to(dtype), items.to(dtype)))
-    else:
-        logits = out @ items.T
+    logits = _Product.apply(out.to(dtype), items.to(dtype)) if out.is_cuda and dtype is not None else out @ items.T
     if terms is not None:
         logits = add_terms(logits, terms[0], terms[1] / config.temperature)
     if excluded is None:
@@ -362,41 +369,35 @@ def _catalogue_loss(
 def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) -> bool:
     """Return whether sampled logits are gathered from one product with all items, which is faster for small catalogues.
 
-    The product writes T * I logits. Gathering the rows of negatives reads T * K * E elements, whose gradients are
-    scattered; it is faster if all positions share the negatives.
+    The product writes T * I logits. Gathering rows, of negatives that positions do not share, reads T * K * E elements.
     """
     return config.negatives != "shared" and len(item_weight) <= config.num_negatives * out.shape[1]
 
 
-def _chunk_loss(
-    config, whole: bool, out: Tensor, items: Tensor, targets: Tensor, negatives: Tensor | None, log_q: Tensor | None
+def _sampled_loss(
+    config: LossConfig, once: bool, out: Tensor, items: Tensor, targets: Tensor, negatives: Tensor, log_q: Tensor | None
 ) -> Tensor:
-    """Return the sum of the losses of a chunk of positions; items: the item table, normalised if `whole`."""
-    if negatives is None:
-        logits, smoothing = out @ items.T / config.temperature, config.label_smoothing
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
-    chosen = targets.clamp(min=0)[:, None]
-    shared = negatives.dim() == 1
-    if shared:
-        positive = normalized(F.embedding(chosen[:, 0], items))
-        rows = normalized(F.embedding(negatives.clamp(min=0), items))
-        logits = torch.cat([(out * positive).sum(1, keepdim=True), out @ rows.T], 1) / config.temperature
+    """Return the sum of the losses of a chunk: positions [R, E] with negatives [K], or tiles [N, R, E] with [N, K].
+
+    items: the item table, normalised if `once`. Positions with negatives [R, K] are multiplied by the whole table.
+    """
+    out = out / config.temperature
+    if negatives.dim() == out.dim():
+        positive = (out * F.embedding(targets.clamp(min=0), items)).sum(1)
+        logits, ids = (out @ items.T).gather(1, negatives.clamp(min=0)), negatives
     else:
-        ids = torch.cat([chosen, negatives.clamp(min=0)], 1)
-        if whole:
-            logits = (out @ items.T).gather(1, ids) / config.temperature
-        else:
-            rows = normalized(F.embedding(ids, items))
-            logits = torch.einsum("te,tke->tk", out, rows) / config.temperature
+        # One look-up, since its gradient is as large as the table.
+        rows = F.embedding(torch.cat([targets.flatten(), negatives.flatten()]).clamp(min=0), items)
+        chosen, drawn = (rows if once else normalized(rows)).split([targets.numel(), negatives.numel()])
+        positive = (out * chosen.view_as(out)).sum(-1)
+        logits, ids = out @ drawn.unflatten(0, negatives.shape).mT, negatives[..., None, :]
     if log_q is not None:
-        logits = logits - F.pad(log_q[negatives] + math.log(config.num_negatives), (1, 0))
-    same = F.pad(negatives == targets[:, None], (1, 0))
+        logits = logits - (log_q[ids] + math.log(config.num_negatives))
+    same = ids == targets[..., None]
     if config.kind == "bce":
         # The mean over negatives, so that their number does not change the balance with the positive.
-        fitting = (~same[:, 1:]).sum(1).clamp(min=1)
-        negative = F.softplus(logits[:, 1:]).masked_fill(same[:, 1:], 0).sum(1) / fitting
-        losses = F.softplus(-logits[:, 0]) + negative
+        fitting = (~same).sum(-1).clamp(min=1)
+        losses = F.softplus(-positive) + F.softplus(logits).masked_fill(same, 0).sum(-1) / fitting
     else:
-        logits = logits.masked_fill(same, float("-inf"))
-        losses = logits.logsumexp(1) - logits[:, 0]
+        losses = F.softplus(logits.masked_fill_(same, float("-inf")).logsumexp(-1) - positive)
     return losses.masked_fill(targets < 0, 0).sum()

@@ -77,8 +77,8 @@ def test_loss_and_gradients(inputs, kind, chunk, whole, form, monkeypatch):
     out, items, targets = inputs
     monkeypatch.setitem(chunks.CHUNK, "cpu", chunk)
     monkeypatch.setattr(losses, "BLOCK", 8)
-    if not whole or form == "shared":
-        if kind == "cross_entropy" or (whole and form == "shared"):
+    if not whole or form != "per_position":
+        if kind == "cross_entropy" or (whole and form != "per_position"):
             pytest.skip("one way only")
         monkeypatch.setattr(losses, "takes_whole_catalogue", lambda *_: False)
     chosen = config(kind, temperature=0.5, negatives=form, in_batch_share=0.4)
@@ -152,17 +152,52 @@ def test_gpu_equals_cpu(inputs, kind, form, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("kind", ["sampled_softmax", "mixed_negatives", "bce"])
+def test_a_block_has_the_loss_of_its_positions(inputs, kind, uneven, monkeypatch):
+    """Compare with a row of negatives for each position; of uneven blocks, two have most positions and one has none."""
+    monkeypatch.setitem(chunks.CHUNK, "cpu", 100)  # tiles in two chunks
+    out, items, targets = inputs
+    targets[::5] = -1
+    ids = torch.randint(I, (4, 5))
+    ids[:, 2] = targets[[4, 4, 2, 3]]
+    block = torch.tensor([0, 0, 0, 2, 3, 3, 3, 3, 2, 0]).repeat(4)[:T] if uneven else None
+    drawn = losses.Negatives(ids, torch.linspace(-3, -1, I) if kind == "mixed_negatives" else None, block)
+    temperature, results = torch.tensor(0.3, requires_grad=True), []
+    for each in (drawn, drawn._replace(ids=drawn.per_position(T), block=None)):
+        loss = losses.training_loss(config(kind), out, items, Share(targets, each), temperature=temperature)
+        results.append((loss, *torch.autograd.grad(loss, (out, items, temperature))))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    index = torch.tensor([36, 4, 7])
+    part = Share(targets, drawn).part(index)
+    assert torch.equal(part.targets, targets[index])
+    if not uneven:
+        assert torch.equal(part.drawn.per_position(3), drawn.per_position(T)[index])
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_positions_of_a_block_in_succession_have_their_negatives(device):
+@pytest.mark.parametrize("uneven", [False, True])
+def test_positions_of_a_block_in_succession_have_their_negatives(device, uneven):
     """The loss of blocks, as a GPU computes it, is that of each position's own row of negatives."""
     out, items = torch.randn(300, 4, device=device), torch.randn(I, 4, device=device)
     targets = torch.randint(-1, I, (300,), device=device)
     drawn = losses.draw_negatives(LossConfig(negatives="block", num_negatives=3), I, targets)
     assert drawn.ids.shape == (3, 3) and torch.equal(drawn.per_position(300)[[4, 298]], drawn.ids[[1, 1]])
+    if uneven:  # more positions than a tile has, only some, and none
+        drawn = drawn._replace(block=2 * (torch.arange(300, device=device) % 9 == 0).long())
     expected = catalogue_loss(out, items, targets, temperature=1.0, negatives=drawn.per_position(300))
-    (x, size), (y, _) = losses.by_block(out, 3), losses.by_block(targets, 3, -1)
-    actual = catalogue_loss(x, items, y, temperature=1.0, negatives=drawn.ids, block=size)
+    places, ids, size = drawn.tiles(300, 128)
+    assert size == 128 and len(ids) == (5 if uneven else 3)
+    x = out.new_zeros(len(ids) * size, 4).index_copy_(0, places, out)
+    y = targets.new_full((len(x),), -1).index_copy_(0, places, targets)
+    actual = catalogue_loss(x, items, y, temperature=1.0, negatives=ids, block=size)
     torch.testing.assert_close(actual, expected)
+    if device == "cuda":
+        share = Share(targets, drawn)
+        torch.testing.assert_close(
+            losses.training_loss(config("sampled_softmax", temperature=1.0), out, items, share), expected
+        )
 
 
 @pytest.mark.parametrize(("positions", "blocks"), [(1, 1), (300, 3), (65_536, 64), (65_537, 65)])
