@@ -156,7 +156,7 @@ def measured_exchange(path: Path) -> tuple[float, float]:
         config, items = load_config(CASES[case].config, two["overrides"]), two["items"]
         row = 4 * config.model.embedding_dim
         # Half of the rows come from the other rank; as many gradients do.
-        sizes.append(distinct(items, num_looked_up(config, int(two["tokens"] / 2))) * row)
+        sizes.append(distinct(items, num_looked_up(config, int(two["tokens"] / 2), 2)) * row)
         copy = COPY * (H100_OF_H200 if "H100" in two["device"] else 1)
         spared = 0 if config.parallel.fused else 9 * items * row / 2 / copy
         times.append((two["queued"] - one["queued"]) / 1e3 + spared)

@@ -187,19 +187,19 @@ def block_count(positions: int) -> int:
 
 
 def draw_negatives(
-    config: LossConfig, num_items: int, targets: Tensor, pool: Tensor | None = None, below: Any = None
+    config: LossConfig, num_items: int, targets: Tensor, pool: Tensor | None = None, below: Any = None, blocks: int = 0
 ) -> Negatives | None:
     """Draw the negatives of the configured loss; None if the loss is over the whole catalogue.
 
     pool: the targets of the whole batch, from which in-batch negatives are drawn, if `targets` are a part of them.
-    below: (limit, shape, dtype) -> random integers in [0, limit), by default from torch's global generator. A given
-    function must return equal rows for positions that share negatives.
+    below: (limit, shape, dtype) -> random integers in [0, limit), by default from torch's global generator.
+    blocks: the number of blocks of `block`, by default that of a batch with these targets.
     """
     if config.kind == "cross_entropy":
         return None
     rows: tuple[int, ...] = () if config.negatives == "shared" else (len(targets),)
-    if config.negatives == "block" and below is None:
-        rows = (block_count(len(targets)),)
+    if config.negatives == "block":
+        rows = (blocks or block_count(len(targets)),)
     # The kernels read ids often, and int32 takes half the bytes; on a CPU torch only indexes with int64.
     dtype = torch.int32 if targets.is_cuda else torch.int64
     if below is None:

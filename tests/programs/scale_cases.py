@@ -57,7 +57,10 @@ CASES = {
         *("model.num_layers=2", "parallel.embedding=row_wise", "parallel.fused=rowwise_adagrad"),
         *("loss.negatives=shared", "--init-from", "OUT/hstu-1"),
     ],
-    "bsa-column-mixed": [*BSA, "parallel.embedding=column_wise", "loss.kind=mixed_negatives", "train.ema_decay=0.9"],
+    "bsa-column-mixed": [
+        *(*BSA, "parallel.embedding=column_wise", "loss.kind=mixed_negatives", "loss.negatives=block"),
+        "train.ema_decay=0.9",
+    ],
     "sasrec-row-whole": [*SASREC, *WHOLE, FEATURES, "parallel.embedding=row_wise", "train.clip_norm=0.5"],
     "ranking": [
         "task={kind: ranking, actions: [{name: liked, at_least: 1}]}",

@@ -21,6 +21,7 @@ MODELS = {"hstu": [], "sasrec": SASREC, "bsa": BSA, "mol": MOL, "features": [FEA
 LOSSES = {
     "sampled": [],
     "shared": ["loss.negatives=shared"],
+    "block": ["loss.negatives=block"],
     "in-batch": ["loss.kind=in_batch"],
     "mixed": ["loss.kind=mixed_negatives"],
     "bce": ["loss.kind=bce"],

@@ -107,7 +107,7 @@ def plan(config: RunConfig, data: Data, build_step: Callable, gpu_bytes: int) ->
         batch_bytes = 8 * sum(math.prod(x.shape[1:]) for _, x, layout in template._tensors() if layout.kind == "token")
         result.persistent["batches of captured steps"] = batch_bytes * sum(sizes)
         if config.parallel.sharded:  # and their gradient
-            rows = padded_tokens(distinct(len(data.vocabulary.item_ids), num_looked_up(config, tokens)))
+            rows = padded_tokens(distinct(len(data.vocabulary.item_ids), num_looked_up(config, tokens, ranks)))
             result.persistent["rows of captured steps"] = 2 * rows * config.model.embedding_dim * 4
     return result
 

@@ -57,11 +57,12 @@ def prepare(model: SequenceModel, config: LossConfig | None, bases: Tensor, batc
         if config.kind in ("in_batch", "mixed_negatives"):
             pool = gather_tokens(targets + 1, batch, ranks) - 1
         assert batch.whole is not None and batch.rows is not None
-        # Positions in the same block of the whole batch get the same negatives.
-        rows = batch.rows
-        if config.negatives == "block":
-            rows = rows % block_count(padded_tokens(batch.whole.tokens))  # padded as in a captured step
-        drawn = draw_negatives(config, num_items, targets, pool, Draws(bases, rows).below)
+        blocks = block_count(padded_tokens(batch.whole.tokens))  # padded as in a captured step
+        in_blocks = config.negatives == "block"
+        rows = torch.arange(blocks, device=bases.device) if in_blocks else batch.rows
+        drawn = draw_negatives(config, num_items, targets, pool, Draws(bases, rows).below, blocks)
+        if drawn is not None and in_blocks:
+            drawn = drawn._replace(block=batch.rows % blocks)
     share = Share(targets, drawn, ranks.sum((targets >= 0).sum()).clamp(min=1), ranks=ranks)
     return Prepared(share) if embedding.sharded is None else look_up(embedding, batch, share)
 

@@ -19,6 +19,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import PlannerError
 
 from data.errors import ConfigError
+from models.losses import block_count
 from training.config import RunConfig
 
 # The planner warns in every process about options that are not set here.
@@ -60,7 +61,7 @@ def shard(config: RunConfig, num_items: int, ranks: int, tokens: int, gpu_bytes:
         kind, lines = planned(config, num_items, ranks, gpu_bytes)
     else:
         lines = tuple(shards(kind, num_items, config.model.embedding_dim, ranks))
-    row, num_ids = config.model.embedding_dim * 4, num_looked_up(config, tokens)
+    row, num_ids = config.model.embedding_dim * 4, num_looked_up(config, tokens, ranks)
     # Received rows, received gradients, one of the two being sent, and ids while they are sorted and sent.
     buffers = {"rows looked up": 3 * distinct(num_items, num_ids) * row + 5 * 8 * num_ids}
     if config.loss.kind == "cross_entropy":
@@ -84,12 +85,13 @@ def distinct(num_items: int, num_draws: int) -> int:
     return math.ceil(num_items * -math.expm1(-num_draws / num_items))
 
 
-def num_looked_up(config: RunConfig, tokens: int) -> int:
+def num_looked_up(config: RunConfig, tokens: int, ranks: int) -> int:
     """Return the number of ids that a rank looks up in a step: inputs and, in sampled losses, targets and negatives."""
     loss = config.loss
     if not config.task.has_item_loss or loss.kind == "cross_entropy":
         return tokens
-    return 2 * tokens + loss.num_negatives * (1 if loss.negatives == "shared" else tokens)
+    rows = {"shared": 1, "block": block_count(tokens * ranks)}.get(loss.negatives, tokens)
+    return 2 * tokens + loss.num_negatives * rows
 
 
 def planned(config: RunConfig, num_items: int, ranks: int, gpu_bytes: int) -> tuple[str, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from data.batch import Batch
+from models.losses import Negatives
 from training.graph import GraphedStep, Losses, padded_tokens
 from training.ranks.losses import Prepared, Rows
 
@@ -36,10 +37,11 @@ class Staged:
         values.grad = self._held("gradient", rows.values.detach()[:0], count)
         rows = Rows(values, self._held("ids", rows.ids, count), self._held("inverse", rows.inverse, tokens))
         if drawn is not None:
-            per_token = drawn.ids.dim() == 2 and not drawn.in_blocks
+            per_token = drawn.ids.dim() == 2 and not drawn.in_blocks(len(share.targets))
             ids = self._held("negatives", drawn.ids, tokens if per_token else len(drawn.ids))
             log_q = None if drawn.log_q is None else self._held("log_q", drawn.log_q, count)
-            drawn = drawn._replace(ids=ids, log_q=log_q)
+            block = None if drawn.block is None else self._held("block", drawn.block, tokens)
+            drawn = Negatives(ids, log_q, block)
         share = share._replace(
             targets=self._held("targets", share.targets, tokens, padding=-1),
             drawn=drawn,

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from data.batch import Batch, Whole
@@ -13,6 +14,7 @@ from tests.training.ranks.test_tables import Shard
 from training.config import load_config
 from training.ranks.losses import look_up, prepare
 from training.ranks.processes import Ranks
+from training.ranks.sharding import num_looked_up
 
 CONFIG = Path(__file__).parents[3] / "configs/synthetic-hstu.yaml"
 
@@ -40,6 +42,14 @@ def test_a_rank_draws_the_negatives_of_its_blocks_in_the_whole_batch():
         zeros = torch.zeros(len(rows), dtype=torch.long)
         batch = Batch(zeros, zeros, zeros, zeros, torch.tensor([0, len(rows)]), torch.tensor([0]), rows=rows)
         batch.whole = Whole(step=5, tokens=300, imbalance=1.0)
-        drawn.append(prepare(model, config, torch.tensor([11, 12]), batch, ranks).share.drawn.per_position(len(rows)))
+        share = prepare(model, config, torch.tensor([11, 12]), batch, ranks).share
+        assert share.drawn.ids.shape == (3, 4)  # looked up once
+        drawn.append(share.drawn.per_position(len(rows)))
     assert torch.equal(drawn[1], drawn[0][[256, 3, 127, 128]])
     assert torch.equal(drawn[0][0], drawn[0][297]) and not torch.equal(drawn[0][0], drawn[0][1])
+
+
+@pytest.mark.parametrize(("form", "rows"), [("per_position", 1000), ("shared", 1), ("block", 32)])
+def test_number_of_items_to_look_up(form, rows):
+    config = load_config(CONFIG, [f"loss.negatives={form}", "loss.num_negatives=7"])
+    assert num_looked_up(config, tokens=1000, ranks=4) == 2000 + 7 * rows
