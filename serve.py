@@ -53,7 +53,7 @@ def open_log(options: argparse.Namespace, recommender: Recommender, interrupts: 
     try:
         log.prepare()
     except NotStored as fault:
-        terminal.say(f"{path}: {fault}; starting takes longer")
+        terminal.say(f"{path}: {fault}; this start takes longer")
     counts = replay(recommender, log)
     stale = log.stale
     if stale or log.replaced:

@@ -279,7 +279,7 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
     ):
         if getattr(options, option) and getattr(options, conflicting):
             names = " and ".join(f"--{name.replace('_', '-')}" for name in (option, conflicting))
-            parser.error(f"{names}: give one of them{reason}")
+            parser.error(f"{names}: give only one of them{reason}")
     if options.serve is None and (serving := serving_options(options)):
         parser.error(f"--{next(iter(serving)).replace('_', '-')} requires --serve")
     return options
@@ -338,7 +338,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     add("--log-level", choices=("debug", "info", "warning"), default="info", help="debug: a line for each request")
     options = parser.parse_args(arguments)
     if options.store is not None and options.log is not None:
-        parser.error("--store and --log: give one of them")
+        parser.error("--store and --log: give only one of them")
     options.floor = dict(options.floor or [])
     if not options.watch_seconds > 0:
         parser.error(f"--watch-seconds: expected a number above 0, got {options.watch_seconds:g}")

@@ -126,7 +126,7 @@ def fetch(
     except (requests.ConnectionError, requests.Timeout) as error:
         if not transfer.answered:
             raise DownloadError(
-                f"cannot reach {host} ({_reason(error)}): is this machine offline? Or put {target.name} into "
+                f"cannot reach {host} ({_reason(error)}): if this machine is offline, put {target.name} into "
                 f"{target.parent} yourself and run the same command again"
             ) from error
         raise DownloadError(f"{url}: interrupted ({_reason(error)}); run the same command again to resume") from error

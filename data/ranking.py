@@ -260,7 +260,7 @@ def ranking_splits(dataset: Dataset, protocol: str, layout: Layout, *, train_on_
     if not len(test):
         raise DataError(f"{dataset.name}: protocol last_tenth gives no test event: no user has 10 events")
     held_out = int((tenth == 0).sum())
-    skipped = {"test: fewer than ten events, which all train": held_out} if held_out else {}
+    skipped = {"test: fewer than ten events, all for training": held_out} if held_out else {}
     notes = [
         "Protocol last_tenth: the last floor(n / 10) of a user's n events are for the test"
         + (

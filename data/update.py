@@ -121,7 +121,7 @@ def update_split(
     counted[events.new] = possible[events.new]
     older[events.new] = older[events.late] = False
     if not counted.any():
-        later = f"; its later events ({len(events.new):,}) are held out for evaluation or the first of their users"
+        later = f"; later events ({len(events.new):,}) are held out for evaluation or are the first ones of their users"
         raise DataError(
             f"{dataset.name}: no event to train on is later than the run's last one, at {events.after} (Unix seconds)"
             + (later if len(events.new) else "")

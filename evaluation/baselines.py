@@ -1,7 +1,7 @@
 """Rank items without a network, from training events only: the baselines of every retrieval report.
 
 popularity         the number of training events of an item
-recent popularity  its number among the last tenth of the training events, then popularity; needs timestamps
+recent popularity  the same number in the last tenth of the training events, then popularity; needs timestamps
 again              the items of the user's history, latest first, then popularity; only if repeats may be ranked
 markov             items that followed the history's items in training, smoothed by popularity, plus the history's items
                    with the weight `owned`; older items of the history weigh less

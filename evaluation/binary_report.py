@@ -23,7 +23,7 @@ def tables(result: dict, actions: Sequence[str]) -> list[Table]:
         by_length = [[row["history"], f"{row['events']:,}", *cells(row, NAMES)] for row in values["by_history"]]
         title = "By length of the history" + (f": {name}" if several else "")
         by_history.append(Table(title, ["events before", "scored events", *NAMES], by_length))
-    headings = ["action", "share of positives", "AUC over the baseline's", "95% (bootstrap over users)"]
+    headings = ["action", "share of positives", "AUC minus the baseline's", "95% (bootstrap over users)"]
     return [
         Table("Predicted actions", ["", *NAMES], rows, list(range(len(NAMES) + 1))),
         Table("Against the baseline", headings, over),

@@ -338,7 +338,7 @@ def evaluated_weights(average: WeightAverage | None):
 
 
 def prune(run: Path, run_id: str) -> None:
-    """Remove all checkpoints of the run but the last two, except those that belong to another run than `run_id`."""
+    """Remove all checkpoints in a run's folder but the last two; keep those that do not belong to the run `run_id`."""
     for old in checkpoints(run)[:-KEEP]:
         _remove(old, run_id)
 

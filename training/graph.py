@@ -19,8 +19,8 @@ def captures(config: RunConfig, by_heads: bool) -> bool:
     """Return whether steps on a GPU are captured as CUDA graphs.
 
     The messages between ranks must have fixed sizes; those of a ring do not. The rows of a sharded table are looked up
-    outside of the graph (training/ranks/staged.py), for whole sequences. The whole catalogue by shards is not captured:
-    its products take much longer than the launches.
+    outside of the graph (training/ranks/staged.py), for whole sequences. The loss over a sharded catalogue is not
+    captured: its products take much longer than the launches.
     """
     c, p = config.train, config.parallel
     if not c.cuda_graphs or c.compile:
@@ -125,7 +125,7 @@ def captured(
         cause = failure or error
         if not means_no_capture(cause):
             raise cause from None
-        raise refusal(f"{what} cannot be captured, set it to false ({cause})") from cause
+        raise refusal(f"{what} cannot be captured, set the option to false ({cause})") from cause
     return graph, result
 
 

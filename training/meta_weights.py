@@ -8,7 +8,7 @@ published sizes. Meta's models have tables of max_seq_len + 11 positions, and HS
 The buckets of the time bias differ slightly. A bucket is floor(ln(seconds) / 0.301). Meta rounds the logarithm and the
 quotient to fp32; we use the exact edges. Buckets are equal below 417,901 seconds (4.8 days). From there to 2**24
 seconds (194 days), Meta puts 44 integers into the next bucket: they are below its edge by less than one part in
-500,000. Greater times are rounded to fp32 by both; one that is as near to an edge may be in either bucket.
+500,000. Greater times are rounded to fp32 by both; a time that near to an edge may be in either bucket.
 
 Letters: I items, E embedding size, H heads, D query/key and V value head size, N max_seq_len, F feed-forward size.
 """

@@ -234,8 +234,8 @@ def find_data(config: RunConfig, trained_on: Known | None, moved: Sequence[str] 
         reason = f"the run was trained on other data than {shown(c.path or c.format, 200)} has now"
         if moved:
             raise DataError(
-                f"{', '.join(moved)}: {reason}; to train on new events use train.py --update RUN data.path=NEW, to "
-                "start another run train.py CONFIG --init-from RUN, to evaluate eval.py RUN --data NEW"
+                f"{', '.join(moved)}: {reason}. Use train.py --update RUN data.path=NEW for new events, "
+                "train.py CONFIG --init-from RUN for another run, or eval.py RUN --data NEW for an evaluation"
             ) from None
     except DataError as error:
         if moved:

@@ -85,7 +85,7 @@ def build_step(
 
 
 def phase_at(config: RunConfig, step: float) -> int:
-    """Return the last end of a phase of any attention layer that is at most `step`; 0 if there is none."""
+    """Return the latest step, up to `step`, at which a phase of an attention layer has ended; 0 if none has."""
     ends = (end for attention in config.model.attention for end in attention.phase_ends())
     return max((end for end in ends if end <= step), default=0)
 

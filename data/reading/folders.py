@@ -71,7 +71,8 @@ def matching(folder: Path, pattern: str, all_files: bool) -> list[Path]:
         if fnmatch.fnmatchcase(_bare(file), name):
             files.append(_regular(place / file, read))
         elif all_files and fnmatch.fnmatchcase(file.lower(), name + ".*"):
-            raise DataError(f"{shown(place / file, 200)}: unpack it first ({', '.join(PACKED)} need not be)")
+            endings = ", ".join(PACKED)
+            raise DataError(f"{shown(place / file, 200)}: unpack it first (only {endings} are read as they are)")
     return files
 
 

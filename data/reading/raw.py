@@ -139,7 +139,7 @@ def no_events(first: RawFile, bad: int, left_out: int = 0) -> DataError:
 def refuse_duplicates(fmt: RawFormat) -> None:
     """Raise DataError if data.duplicates=drop is not possible for this format."""
     if not fmt.has_timestamps:
-        raise DataError("data.duplicates=drop needs timestamps: without them, repeated events cannot be duplicates")
+        raise DataError("data.duplicates=drop needs timestamps: without them, a repeated event need not be a duplicate")
 
 
 def duplicates_note(count: int) -> str:

@@ -177,7 +177,8 @@ def unpacked(sources: list[RawFile], scratch: Path | None, fmt: RawFormat) -> It
         with literal(source.path) as f:
             magic = f.read(6)
         if magic.startswith(ZIP):
-            raise DataError(f"{source.name}: a zip archive; unpack it first ({', '.join(PACKED)} need not be)")
+            endings = ", ".join(PACKED)
+            raise DataError(f"{source.name}: a zip archive; unpack it first (only {endings} are read as they are)")
         if magic.startswith((GZIP, ZSTD, BZIP2, XZ)):
             packed[number] = magic
         else:

@@ -79,7 +79,7 @@ def hstu_attention(
             average, otherwise triton.
 
     Returns:
-        [T, H, V], dtype of q. Gradients flow to q, k, v and both tables. On CUDA they are the same bits in every run,
+        [T, H, V], dtype of q. Gradients flow to q, k, v and both tables. On CUDA they have the same bits in every run,
         except for the tables with fp32 inputs, where the last bits depend on the order of additions.
 
     Examples:

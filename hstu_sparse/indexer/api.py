@@ -94,7 +94,7 @@ def lightning_indexer(
     if top_k > MAX_TOP_K:
         raise ValueError(
             f"lightning_indexer: the kernels take top_k up to {MAX_TOP_K}, got {top_k}; use backend='reference', or "
-            "index_scores, where every token is chosen"
+            "index_scores to score all tokens"
         )
     from hstu_sparse.indexer.choices import choice_rows
     from hstu_sparse.indexer.launch_indexer import lightning_indexer_jagged

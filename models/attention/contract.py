@@ -168,8 +168,8 @@ class AttentionKind(nn.Module):
         def phase_ends(self) -> tuple[int, ...]:
             """Return the training steps, counted from 0, at which the module's behaviour changes.
 
-            In training, `batch.phase` is the last of all layers' such steps that training has reached, or 0; otherwise
-            it is greater than all steps. A module with a warm-up thus compares `batch.phase < warmup_steps`.
+            In training, `batch.phase` is the latest of these steps (over all layers) that has begun, or 0; outside of
+            training it is greater than all steps. A module with a warm-up thus compares `batch.phase < warmup_steps`.
             """
             return ()
 

@@ -49,7 +49,7 @@ class HierarchicalTreeAttention(FewKeys):
             return sizes.num_heads if sizes.max_seq_len < LONG else few_kv_heads(sizes)
 
         def for_model(self, sizes: LayerSizes) -> Self:
-            """Resolve `auto`: 16 children per node, shared by 16 tokens.
+            """Resolve `auto`: a node has 16 children, and 16 tokens share a choice.
 
             top_k is limited so that a query attends to at most three quarters of the longest sequence as single tokens.
             """

@@ -33,7 +33,8 @@ from serving.http.log_reader import LogError, LogReader, line_of
 from serving.http.segments import Segments, new_file
 
 FULL = 2**23  # bytes of lines after which the log continues in a new file
-# Records that are not copied to a new file, as segments store them; of lists and features, the latest are copied.
+# Records that are not copied to a new file: segments store events and deletions, and of the records of a list or of a
+# user's features only the latest is copied.
 NOT_CARRIED = b'{"users":', b'{"forget":', b'{"segment":', b'{"list":', b'{"user":'
 PARSED_TOGETHER = 2**16  # bytes of lines parsed at a time while requests are answered; it delays them by a millisecond
 logger = logging.getLogger("hstu_sparse.serve")

@@ -93,7 +93,8 @@ class Models:
             except UserError as error:
                 self._refuse(name, error)
         reasons = "".join(f"; {reason}" for reason in self.refused.values())
-        raise ServingError(f"{shown(self.folder, 200)}: not a run folder, and no finished run in it can serve{reasons}")
+        fault = "not a run folder, and no finished run in it can be served"
+        raise ServingError(f"{shown(self.folder, 200)}: {fault}{reasons}")
 
     def exchange(self, name: str, worker: Worker, log: EventLog | None) -> str:
         """Replace the model by the run `name`, with all events of the log or store; return the previous model's name.

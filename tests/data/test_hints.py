@@ -150,7 +150,7 @@ def test_paths(load, tmp_path):
     (tmp_path / "log" / "b.txt").touch()
     pattern = advised(message_of(load, "csv", tmp_path / "log"), "set the path to a pattern: (.*)")
     assert load("csv", Path(pattern)).num_events == 2
-    assert "unpack it first (.gz, .zst, .bz2, .xz need not be)" in message_of(load, "csv", b"PK\x03\x04")
+    assert "unpack it first (only .gz, .zst, .bz2, .xz are read as they are)" in message_of(load, "csv", b"PK\x03\x04")
     assert load("csv", gzip.compress(GOOD.encode())).num_events == 2
     assert "needs the path of" in message_of(load_dataset, "csv", None, cache_dir=tmp_path)
 
@@ -220,7 +220,7 @@ HINTS = {
     "give the path of one": test_paths,
     "set the path to a pattern": test_paths,
     "unpack it first": test_paths,
-    "need not be)": test_paths,
+    "are read as they are)": test_paths,
     "needs the path of": test_paths,
     "to fetch it": test_downloads,
     "name the column of the actions": test_codes_of_actions,

@@ -74,7 +74,7 @@ def test_last_tenth():
     assert covered(splits.test) == [18, 51, 52, 53]
     assert covered(splits.valid) == [17, 48, 49, 50]
     assert sorted(covered(splits.train)) == [*range(17), *range(19, 48)]
-    assert splits.skipped == {"test: fewer than ten events, which all train": 1}
+    assert splits.skipped == {"test: fewer than ten events, all for training": 1}
     joined = ranking_splits(data, "last_tenth", Layout(50), train_on_valid=True)
     assert joined.valid is None and sorted(covered(joined.train)) == [*range(18), *range(19, 51)]
     single = ranking_splits(data, "last_tenth", Layout(50, 4))  # the same events, one in each sample

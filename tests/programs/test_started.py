@@ -44,7 +44,7 @@ WRONG = {
     ],
     "data/download.py": [
         ("ml-1k", "invalid choice: 'ml-1k'"),
-        ("ml-100k --to OUT --url http://127.0.0.1:PORT/x.zip", "is this machine offline?"),
+        ("ml-100k --to OUT --url http://127.0.0.1:PORT/x.zip", "if this machine is offline, put"),
         ("ml-100k --to OUT --url nonsense", "nonsense: expected an address"),
         ("ml-100k --to README.md", "README.md"),
     ],

@@ -159,7 +159,7 @@ def test_a_resumed_update_ends_as_an_uninterrupted_one(place, tmp_path):
         (table(FRESH[:1]), (), "all of the 200 events of the run are missing"),  # no user has two events
         (table([("new", item, 20) for item in ("i01", "i02")]), (), "all of the 200 events of the run are missing"),
         (table(OLD), (), "no event to train on is later than the run's last one, at 9"),
-        (table(OLD + FRESH[:1]), ("data.protocol=leave_one_out",), "its later events (1) are held out for evaluation"),
+        (table(OLD + FRESH[:1]), ("data.protocol=leave_one_out",), "later events (1) are held out for evaluation"),
         (table(FIRST), ("model.embedding_dim=16",), "an update cannot change model.embedding_dim: 8 -> 16"),
     ],
 )

@@ -144,5 +144,5 @@ print(graphs("works", lambda x: x + 1, torch.ones(3)).tolist())
 """
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
-    refusal = "cuda_graphs: a request of this model cannot be captured, set it to false"
+    refusal = "cuda_graphs: a request of this model cannot be captured, set the option to false"
     assert refusal in done.stdout and "[2.0, 2.0, 2.0]" in done.stdout, done.stdout + done.stderr

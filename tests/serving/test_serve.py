@@ -243,7 +243,7 @@ def test_a_folder_of_runs_serves_the_newest(trained, tmp_path):
 
     runs.mkdir()
     done = run("serve.py", runs, "--watch", "--port", "0")
-    assert done.returncode == 2 and "no finished run in it can serve" in done.stderr
+    assert done.returncode == 2 and "no finished run in it can be served" in done.stderr
     finish_run("day-1", "2026-01-01")
     done = run("serve.py", runs, "--floor", "HR@10=2", "--port", "0", *SMALL)
     assert done.returncode == 2 and "HR@10 is 0." in done.stderr and "expected at least 2" in done.stderr

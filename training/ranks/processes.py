@@ -130,7 +130,7 @@ class Ranks:
         return replace(batch.part(index, offsets), cut=cut)
 
     def part_of_context(self, loss: AuxLoss) -> AuxLoss:
-        """Divide the weight of a loss that every rank of a context group computes by the number of these ranks."""
+        """Divide the weight of a loss by the number of ranks of a context group, each of which computes the loss."""
         return loss._replace(weighted=loss.weighted / self.context)
 
     def sum_gradients(self, parameters: Iterable[Tensor], losses: Tensor, padded: bool = False) -> Tensor:

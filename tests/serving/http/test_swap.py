@@ -141,7 +141,7 @@ def test_a_run_that_fails_a_check_is_refused(log, tmp_path):
         assert client.get("/users/1/recommendations").json()["items"] == before["items"]
     models = served_runs(runs, loaded | {"day8": fails}, floor={"NDCG@10": 0.15})
     assert models.first().label == "not-finite"  # without stored users this is not detected
-    with pytest.raises(ServingError, match="no finished run in it can serve; "):
+    with pytest.raises(ServingError, match="no finished run in it can be served; "):
         served_runs(runs, loaded, floor={"NDCG@10": 1.0}).first()
     with pytest.raises(ModelRefused, match=NO_RUN):
         models.path("a\0")
