@@ -13,6 +13,7 @@ import pytest
 import data.download
 from data.datasets import DataError, load_dataset
 from data.reading.formats import FORMATS
+from data.update import missing_events, new_events
 
 pl = pytest.importorskip("polars")
 
@@ -44,6 +45,17 @@ DATES = [
     "1/2/2024",
 ]
 DATES += ["2024.04.23 02:33:42.250", "23.04.2024 02:33:42 +0200"]
+
+
+def test_files_of_new_events(tmp_path):
+    """A folder with the earlier files and the new one has all events, as the message advises."""
+    (tmp_path / "old.csv").write_text(GOOD)
+    before = load_dataset("csv", str(tmp_path / "old.csv"), cache_dir=None)
+    (tmp_path / "new.csv").write_text(f"{HEADER}u,1,7\nu,2,8\n")
+    alone, folder = (load_dataset("csv", str(path), cache_dir=None) for path in (tmp_path / "new.csv", tmp_path))
+    message = str(missing_events(new_events(alone, before, before.user_offsets[1:]), alone, before))
+    assert "give the path of a folder" in message
+    assert missing_events(new_events(folder, before, before.user_offsets[1:]), folder, before) is None
 
 
 @pytest.mark.parametrize("date", DATES)
@@ -218,6 +230,7 @@ HINTS = {
     "did you mean": test_names,
     "on_bad_row=drop leaves them out": test_bad_rows,
     "give the path of one": test_paths,
+    "give the path of a folder": test_files_of_new_events,
     "set the path to a pattern": test_paths,
     "unpack it first": test_paths,
     "are read as they are)": test_paths,
