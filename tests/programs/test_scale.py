@@ -179,7 +179,7 @@ def test_a_killed_rank_changes_nothing(tmp_path, case, kill, ranks):
 
 @pytest.mark.parametrize(
     ("ways", "kills", "epochs", "by_torchrun"),
-    [(("row_wise",), 1, 2, False), pytest.param(WAYS, 5, 8, True, marks=pytest.mark.slow)],
+    [(("row_wise",), 1, 2, False), pytest.param(WAYS, 5, 8, True, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
     ids=["one", "every"],
 )
 def test_a_killed_rank_of_every_kind_is_restarted(tmp_path, ways, kills, epochs, by_torchrun):
