@@ -31,8 +31,8 @@ MIN_ARCH, END_ARCH = 90, 120
 # 4.0.0b36 computes wrong gradients for heads of 16 (compute capability 9.0); 24 is the smallest size that was verified.
 MIN_HEAD_SIZE = 24
 # Head size -> average sequence length from which FlashAttention-4, with its deterministic backward pass, was measured
-# to be faster than the Triton kernels on an H200 (docs/ring.md).
-FASTER_FROM: dict[int, int] = {64: 512, 128: 256}
+# to be faster than the Triton kernels on an H200 (docs/ring.md, docs/dense.md).
+FASTER_FROM: dict[int, int] = {64: 512, 128: 256, 256: 4096}
 
 
 def _installed() -> bool:
