@@ -6,6 +6,7 @@ Nothing slow is imported here, so that `--help` and errors in arguments are prin
 import argparse
 import difflib
 import errno
+import gc
 import json
 import math
 import os
@@ -445,7 +446,7 @@ def parse_early(
 ) -> None:
     """Exit before the slow imports if the arguments are wrong, or if they only need a text to be printed.
 
-    Until `Interrupts` is entered, Ctrl-C ends the process with one line.
+    Until `Interrupts` is entered, Ctrl-C ends the process with one line. Until `run_program`, no garbage is collected.
 
     parse: train_options or another parser of this file. check: gets the parsed options; returns a text to print before
     exit, or None to go on; raises UserError for options that are wrong.
@@ -455,6 +456,7 @@ def parse_early(
     open_standard_files()
     options = parse(description)
     check_environment(Parser().exit)
+    gc.disable()
     try:
         text = None if check is None else check(options)
     except UserError as error:

@@ -1,5 +1,6 @@
 """Run the programs: report each error in one line, handle signals, return the exit status."""
 
+import gc
 import os
 import re
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from data.errors import UserError
 
 def run_program(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
     """Run `work` and return the exit status: 0, 2 after an error (reported in one line), 128 + n after signal n."""
+    if not gc.isenabled():  # by parse_early: to look for garbage in the imports takes a quarter of a start and its end
+        gc.freeze()
+        gc.enable()
     terminal.begin(quiet)
     with Interrupts() as interrupts:
         try:

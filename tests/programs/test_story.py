@@ -1,6 +1,7 @@
 """Follow a user from a CSV file to recommendations, including mistakes on the way."""
 
 import ctypes
+import gc
 import os
 import runpy
 import signal
@@ -11,6 +12,7 @@ import pytest
 
 import hstu_sparse
 from cli.interrupt import Interrupts, Stopped
+from cli.program import run_program
 from models.attention import ATTENTION
 from tests.programs.test_outputs import CONFIG, events
 from tests.programs.test_train import ROOT, final, run
@@ -124,6 +126,17 @@ def test_signals():
             os.kill(os.getpid(), signal.SIGINT)
             reached = interrupts.signal == signal.SIGINT  # Stopped is raised only at the end of the block
         assert reached and stopped.value.number == signal.SIGINT
+
+
+def test_garbage_is_collected_while_a_program_works():
+    """Check it for a process in which `parse_early` has turned garbage collection off."""
+    gc.disable()
+    try:
+        status = run_program(lambda _: None if gc.isenabled() else pytest.fail("garbage collection is off"))
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert status == 0
 
 
 def test_a_signal_after_the_end_is_not_reported_as_stopped_while_starting():
