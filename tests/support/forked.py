@@ -15,15 +15,12 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = ["pytest", "tests.operators.distributed", "tests.operators.ring_cases", "tests.programs.test_scale"]
-PRELOADED += ["torchrec", "torchrec.distributed.model_parallel", "torch.utils.tensorboard", "training.plots"]
-PRELOADED += ["train", "eval", "serve"]
 
 
 def forkserver():
-    """Return the context whose processes are forked from one that has imported PRELOADED."""
+    """Return the context whose processes are forked from one that has imported `preloaded`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.support.preloaded"])
     return context
 
 
