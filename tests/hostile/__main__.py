@@ -1,14 +1,18 @@
 """Run the hostile cases from the command line; see the package's docstring."""
 
+# ruff: noqa: E402
 import os
 
 # Before all imports: a process with threads cannot be forked safely, and a log needs no colours.
 os.environ.update(OMP_NUM_THREADS="1", POLARS_MAX_THREADS="1", TERM="dumb", COLUMNS="200", no_proxy="127.0.0.1")
 os.environ.pop("TRITON_INTERPRET", None)  # kernels have no device here, as on a user's CPU
 
+import gc
+
+gc.disable()  # in the imports, which `main` leaves out afterwards
+
 import argparse
 import collections
-import gc
 import sys
 import tempfile
 import time
@@ -49,6 +53,7 @@ def main() -> int:
     if unknown := set(options.areas) - AREAS.keys():
         parser.error(f"unknown area {', '.join(sorted(unknown))}; known: {', '.join(AREAS)}")
     gc.freeze()  # so that the children copy less memory
+    gc.enable()
     started, counts, failed = time.monotonic(), collections.Counter(), []
     with tempfile.TemporaryDirectory(prefix="campaign-") as name:
         base = Path(name)

@@ -6,6 +6,7 @@ Triton's interpreter compiles nothing and cannot be switched off in a process, s
 program prints a JSON line for each kernel.
 """
 
+import gc
 import json
 import os
 import re
@@ -68,7 +69,9 @@ def compile_operator(name: str, arch: int, lowered: bool = False):
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported, which takes seconds to look through
     for one in sys.argv[1].split(","):
         for architecture in map(int, sys.argv[2].split(",")):
             for report in compile_operator(one, architecture, "lowered" in sys.argv[3:]):
                 print(json.dumps(report), flush=True)
+    gc.freeze()

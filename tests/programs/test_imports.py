@@ -43,14 +43,19 @@ def name_of(file: Path) -> str:
 
 # Imports each module in a separate process, which has loaded nothing of the project but the module's packages.
 EACH_ALONE = """
-import importlib, multiprocessing, sys
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["fbgemm_gpu", "polars", "pydantic", "rich", "torchrec", "torch._dynamo", "triton"])
+import gc, importlib, multiprocessing, sys
+gc.disable()  # neither here nor in the processes: to look through what is imported takes seconds
+libraries = ["fastapi", "fbgemm_gpu", "matplotlib.figure", "optuna", "polars", "prometheus_client", "pydantic.main"]
+libraries += ["rich.progress", "rich.table", "scipy.sparse", "scipy.special", "torch._dynamo", "torchrec", "triton"]
+for library in libraries:
+    importlib.import_module(library)
+context = multiprocessing.get_context("fork")
 for name in sys.argv[1:]:
     process = context.Process(target=importlib.import_module, args=(name,))
     process.start()
     process.join()
     print(name * (process.exitcode != 0))
+gc.freeze()
 """
 MODULES = {name_of(file): file for file in FILES}
 

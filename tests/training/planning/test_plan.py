@@ -48,6 +48,8 @@ RANKING += ["data.synthetic.actions=true", "data.synthetic.mean_length=40"]
 # Prints the plan of each case (a list of overrides) with the bytes that autograd saves in a forward pass; then, if
 # PROGRAM has arguments, the prediction for RECORD and the output of train.py --plan.
 SCRIPT = """
+import gc
+gc.disable()  # to look through all that is imported takes seconds
 import json, sys
 from dataclasses import asdict
 import torch
@@ -57,6 +59,8 @@ from training.planning import plan as planning
 from training.run import open_data
 from training.step import build_step
 import train
+gc.freeze()
+gc.enable()
 
 CONFIG, RECORD, PROGRAM, *CASES = sys.argv[1:]
 for case in CASES:
