@@ -3,6 +3,7 @@
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +15,18 @@ MOST_OF_HOST = 10  # of a host function that is neither public nor a public func
 PUBLIC_IN_COMPAT = {"unpacked_attention"}
 
 
+@functools.cache
+def nodes(kind: type) -> list[tuple[Path, ast.AST]]:
+    """Return (file, node) of every function or class."""
+    trees = {file: ast.parse(file.read_text()) for file in FOLDER.rglob("*.py")}
+    return [(file, node) for file, tree in trees.items() for node in ast.walk(tree) if isinstance(node, kind)]
+
+
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
     """Yield (module.name, function) of every function, `compat` excepted."""
-    for file in FOLDER.rglob("*.py"):
+    for file, node in nodes(ast.FunctionDef):
         if file != FOLDER / "compat.py":
-            module = file.relative_to(FOLDER).with_suffix("")
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.FunctionDef):
-                    yield f"{module}.{node.name}", node
+            yield f"{file.relative_to(FOLDER).with_suffix('')}.{node.name}", node
 
 
 def kernels() -> dict[str, list[ast.arg]]:
@@ -66,9 +71,8 @@ def test_no_member_is_called_as_triton_s_own():
     """A compiled kernel's tuple has `values`, the list of its members, and `type`; the interpreter finds the fields."""
     members = [
         (node.name, field.target.id)
-        for file in FOLDER.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "NamedTuple" for base in node.bases)
+        for _, node in nodes(ast.ClassDef)
+        if any(ast.unparse(base) == "NamedTuple" for base in node.bases)
         for field in node.body
         if isinstance(field, ast.AnnAssign) and ast.unparse(field.annotation) in ("object", "tl.tensor")
     ]

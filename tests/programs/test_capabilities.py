@@ -36,7 +36,7 @@ def faults(code: str, module: str = "") -> Iterator[str]:
         elif isinstance(node, ast.match_case) and isinstance(node.pattern, ast.MatchValue):
             if isinstance(node.pattern.value, ast.Constant) and node.pattern.value.value in NAMES:
                 yield f"case {ast.unparse(node.pattern)}"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
             names = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
             if any(CLASSES.get(name, module) != module for name in names):
                 yield ast.unparse(node)

@@ -171,6 +171,13 @@ def test_importing_the_operators_is_fast():
     assert done.stdout.strip() == "[]", done.stdout + done.stderr[-2000:]
 
 
+@functools.cache
+def first_imports(module: str) -> list[ast.stmt]:
+    """Return the import statements of a module that are in no function or block."""
+    body = ast.parse(MODULES[module].read_text(encoding="utf-8")).body
+    return [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 @pytest.mark.parametrize("program", ["train", "eval", "serve"])
 def test_programs_start_without_libraries_that_take_seconds(program):
     """Check that torchrec, matplotlib, scipy.stats and checkpoints are imported inside the functions that use them.
@@ -182,9 +189,8 @@ def test_programs_start_without_libraries_that_take_seconds(program):
     while waiting:
         module = waiting.pop()
         reached.add(module)
-        for node in ast.parse(MODULES[module].read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else {node.module}
-                wrong = [name for name in names for library in slow if f"{name}.".startswith(f"{library}.")]
-                assert not wrong, f"{module} imports {wrong}"
-                waiting |= imports(ast.Module([node], [])) - reached
+        for node in first_imports(module):
+            names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else {node.module}
+            wrong = [name for name in names for library in slow if f"{name}.".startswith(f"{library}.")]
+            assert not wrong, f"{module} imports {wrong}"
+            waiting |= imports(ast.Module([node], [])) - reached

@@ -73,14 +73,15 @@ def barred_names(text: str) -> Iterator[str]:
 
 def broken_entries(text: str) -> Iterator[str]:
     """Yield the lines of docstrings that the site would show as an argument, though they do not begin with a name."""
-    for node in ast.walk(ast.parse(text)):
+    sections = ("Args:", "Attributes:")
+    for node in ast.walk(ast.parse(text if any(section in text for section in sections) else "")):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
             continue
         section = ""
         for line in (ast.get_docstring(node) or "").splitlines():
             if not line.startswith(" "):
                 section = line
-            elif section in ("Args:", "Attributes:") and not ENTRY.match(line):
+            elif section in sections and not ENTRY.match(line):
                 yield f"{node.name}: {line.strip()}"
 
 

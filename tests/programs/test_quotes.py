@@ -99,14 +99,14 @@ def faults(text: str) -> Iterator[str]:
             yield f"message in no block `text`: {span}"
         words = KEY.findall(span) if span.startswith(("{", '"')) else [span] if NAME.fullmatch(span) else []
         for word in set(words) - FOREIGN:
-            if not ({word} & (source().names | source().texts) or is_metric(word)):
+            if not (word in source().names or word in source().texts or is_metric(word)):
                 yield f"name {word}"
 
 
 def is_metric(name: str) -> bool:
     """Return whether the service's /metrics can have a series of that name."""
     series = re.fullmatch(r"hstu_sparse_(?:store_)?(\w+?)(?:_total|_sum|_count|_bucket)?", name)
-    return bool(series) and series[1] in source().texts | source().names
+    return bool(series) and (series[1] in source().texts or series[1] in source().names)
 
 
 # CONTRIBUTING.md names tests and what they define, which run.

@@ -32,12 +32,12 @@ def sizes(dataset, *overrides):
 
 
 def test_sizes_follow_the_histories():
-    short, middle, long = (Histories(np.full(20_000, events)) for events in (9, 40, 150))
+    short, middle, long = (Histories(np.full(60_000 // events, events)) for events in (9, 40, 150))
     assert sizes(short) == (512, 2, 8, 256, 10)
     assert sizes(middle) == (256, 3, 4, 128, 40)
     assert sizes(long) == (128, 4, 2, 32, 150)
     assert sizes(Histories(np.full(100, 90))) == (64, 2, 1, 32, 90)  # few events
-    assert sizes(Histories(np.full(2000, 150), times=3)) == (256, 3, 4, 32, 150)  # users return to items
+    assert sizes(Histories(np.full(400, 150), times=3)) == (256, 3, 4, 32, 150)  # users return to items
     assert longest_of(Histories(np.full(990, 12), np.full(10, 10_000)), 200) == 20
     assert longest_of(Histories(np.full(100, 10_000)), 200) == 200
 
@@ -51,7 +51,7 @@ def test_evaluations_and_windows_follow_the_users():
 
 
 def test_auto_values_fit_values_that_are_set():
-    c = resolve_auto(config("model.embedding_dim=96", "train.batch_size=7"), Histories(np.full(20_000, 9)))
+    c = resolve_auto(config("model.embedding_dim=96", "train.batch_size=7"), Histories(np.full(6000, 9)))
     assert (c.model.embedding_dim, c.model.num_heads, c.model.feed_forward_dim, c.train.batch_size) == (96, 1, 192, 7)
     assert c.model.num_layers == 2
 
