@@ -84,7 +84,7 @@ def test_a_checkpoint_keeps_moments_and_averages_of_16_bit_weights(tmp_path):
         assert tensors[name] == ((6, 4), torch.float32)
     optimizer.state[model.table.weight]["exp_avg"] = optimizer.state[model.table.weight]["exp_avg"].bfloat16()
     Checkpoints(tmp_path, model, optimizer, average, ranks).save(Progress(run="r", fingerprint="x", step=6))
-    with pytest.raises(CheckpointError, match=r"belongs to another .* optimizer\.table\.weight\.exp_avg and 0 other"):
+    with pytest.raises(CheckpointError, match=r"belongs to another .* optimizer\.table\.weight\.exp_avg;"):
         Checkpoints(tmp_path, other, loaded_optimizer, loaded_average, ranks).load()
 
 

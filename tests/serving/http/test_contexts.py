@@ -126,7 +126,7 @@ def test_another_model_has_the_features(tmp_path):
         (
             "/scores",
             {"user": "u", "candidates": [100], "features": {"watched": 3}},
-            "features: watched is not a feature known before",
+            "features: watched is not a feature of events with known=before",
         ),
         ("/scores", {"user": "u", "candidates": [100], "features": {"device": 1.5}}, "features: device of event 1"),
         ("/events", body("u", [(100, 5, 4, None, "x")]), "features: watched of event 1: expected a number, got 'x'"),
