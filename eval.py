@@ -113,7 +113,10 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     else:
         interrupts.stage = "preparing the data; nothing was written"
         if options.split == "new":
-            data = new_data(config, known, open_data(run_config, trained_on=known, ranks=ranks), ranks)
+            # On the device of this evaluation, and with all events of a run that is an update.
+            trained = config.model_copy(update={"data": run_config.data})
+            before = open_data(trained, trained_on=replace(known, events=None), ranks=ranks, rest=True)
+            data = new_data(config, known, before, ranks)
         elif options.data:
             data = open_data(config, vocabulary=known.vocabulary, ranks=ranks)
         else:

@@ -22,8 +22,8 @@ class NewEvents:
     after  the time of the run's last training event
     new    later events, and unseen events of the same second
     late   earlier events that are not in the run's data
-    lost   indices in the run's data: events that the data set does not have, of users and items that it has; None if
-           unknown
+    lost   indices in the run's data: events that the data set does not have, of users and items that it has; of equal
+           events, one is enough; None if unknown
     num_present   the number of the run's events that the data set has; None if unknown
     """
 
@@ -61,7 +61,7 @@ def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewE
     place = np.arange(len(group)) - np.flatnonzero(begins)[group]
     known = np.zeros(dataset.num_events, bool)
     known[order[is_current] - len(old[0])] = (place < 2 * old_count)[is_current]
-    lost = np.flatnonzero(has_both)[order[~is_current & (place >= current_count)]]
+    lost = np.flatnonzero(has_both)[order[~is_current & (current_count == 0)]]
     times = dataset.timestamps
     new = (times > after) | ((times == after) & ~known)
     late, num_present = np.flatnonzero((times < after) & ~known), int(has_both.sum()) - len(lost)

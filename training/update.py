@@ -6,7 +6,6 @@ and values. Before training, RUN is evaluated on the new events. lineage.jsonl h
 
 import json
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from cli.terminal import terminal
 from data.errors import ConfigError, UserError
+from data.types import Dataset
 from data.update import NewEvents, judging_splits, missing_events, new_events
 from data.vocabulary import index_of
 from models.hstu import SequenceModel
@@ -108,20 +108,28 @@ def open_all_events(config: RunConfig, before: Data, **options: Any) -> tuple[Da
 
     before: the data of the run. options: further arguments of `open_data`. DataError if events of the run are missing,
     whatever else is wrong: without them items of a features file may be in no event, or no user may have two events.
+    Another `data.where` than the run's may leave out some of them.
     """
-    run_events = before.dataset, before.splits.train_end
+    run_events, other_rows = (before.dataset, before.splits.train_end), config.data.where != before.config.data.where
+
+    def compared(dataset: Dataset) -> NewEvents:
+        events = new_events(dataset, *run_events)
+        error = missing_events(events, dataset, before.dataset)
+        if error is not None and not (other_rows and events.num_present):
+            raise error
+        return events
+
     try:
         data = open_data(config, **options)
     except UserError as error:
-        with suppress(UserError):
-            plain = {"features": None, "min_user_events": 1, "min_item_events": 1}
+        plain = {"features": None, "min_user_events": 1, "min_item_events": 1}
+        try:
             dataset = load_data(config, cache_dir=None, partitions=None, **plain)
-            error = missing_events(new_events(dataset, *run_events), dataset, before.dataset) or error
-        raise error from None
-    events = new_events(data.dataset, *run_events)
-    if (missing := missing_events(events, data.dataset, before.dataset)) is not None:
-        raise missing
-    return data, events
+        except UserError:
+            raise error from None
+        compared(dataset)
+        raise
+    return data, compared(data.dataset)
 
 
 def new_data(config: RunConfig, known: Known, before: Data, ranks: Ranks | None = None) -> Data:

@@ -1,6 +1,7 @@
 """Test train.py --update: a run is trained further on new events, and known ids keep their rows."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -118,6 +119,16 @@ def test_the_old_model_is_evaluated_as_by_eval(place):
     assert result["split"] == "new" and result["users"] == 10  # the others have no history in RUN
 
 
+def test_new_events_are_evaluated_on_another_device_and_with_a_condition(place, tmp_path):
+    """Check that data.where may leave out events of the run, on a machine without the GPU of the training."""
+    shutil.copytree(place / "run", tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("device: cpu", "device: cuda"))
+    options = "--split", "new", "device=cpu", 'data.where="timestamp != 3"'
+    assert evaluation.main([str(tmp_path / "run"), "--data", str(place / "first.csv"), *options]) == 0
+    assert json.loads((tmp_path / "run" / "eval-new-of-first.csv.json").read_text())["users"] == 10
+
+
 def test_lineage_has_every_generation(place):
     ids = [json.loads((place / name / "run.json").read_text())["run"] for name in ("run", "first", "second")]
     lines = [json.loads(line) for line in (place / "second" / "lineage.jsonl").read_text().splitlines()]
@@ -192,7 +203,7 @@ def test_events_of_deleted_users_may_be_gone(place, tmp_path):
 
 
 def test_a_run_whose_data_were_rewritten_is_updated(tmp_path):
-    """Check that updates work after users are removed from the source and from the prepared copies, twice."""
+    """Check updates after users are removed from the source and from the prepared copies, twice."""
     (tmp_path / "run.yaml").write_text(CONFIG.replace("FEATURES", "").replace("PLACE", str(tmp_path)))
     (tmp_path / "old.csv").write_text(table(OLD))
     assert train.main([str(tmp_path / "run.yaml"), "--run", str(tmp_path / "run")]) == 0
@@ -201,6 +212,8 @@ def test_a_run_whose_data_were_rewritten_is_updated(tmp_path):
         assert forget.main([gone, "--data", str(tmp_path / "cache"), "--runs", str(tmp_path)]) == 0
         rows = [row for row in rows if row[0] != gone] + [("u05", "i01", time), ("u06", "i02", time)]
         (tmp_path / "old.csv").write_text(table(rows))
+        new = "--data", str(tmp_path / "old.csv"), "--split", "new"
+        assert evaluation.main([str(tmp_path / before), *new]) == 0
         update(tmp_path, before, name := f"run-{time}", f"data.path={tmp_path / 'old.csv'}")
         line = json.loads((tmp_path / name / "lineage.jsonl").read_text().splitlines()[-1])
         assert (line["new_events"], line["late_events"], line["events"]) == (2, 0, len(rows))
@@ -241,6 +254,8 @@ def test_repeated_equal_events_all_count(place):
     config, known = load_config(place / "run" / "config.yaml"), load_vocabulary(place / "run")
     before = open_data(config, trained_on=known)
     (place / "twice.csv").write_text(table(OLD + OLD[:1] + OLD[9:10]))
-    again = open_data(load_config(place / "run" / "config.yaml", [f"data.path={place / 'twice.csv'}"])).dataset
-    events = new_events(again, before.dataset, before.splits.train_end)
-    assert again.timestamps[events.late].tolist() == [0] and again.timestamps[events.new].tolist() == [9]
+    again = open_data(load_config(place / "run" / "config.yaml", [f"data.path={place / 'twice.csv'}"]))
+    events, times = new_events(again.dataset, before.dataset, before.splits.train_end), again.dataset.timestamps
+    assert times[events.late].tolist() == [0] and times[events.new].tolist() == [9]
+    events = new_events(before.dataset, again.dataset, again.splits.train_end)  # duplicates may be dropped
+    assert not len(events.lost) and events.num_present == len(OLD) + 2
