@@ -5,6 +5,7 @@ Letters: T tokens of a rank, R rows, E embedding size.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from data.batch import Batch
@@ -16,12 +17,14 @@ from training.ranks.losses import Prepared, Rows
 class Staged:
     """Buffers at fixed addresses for what `prepare` returns, which captured steps read.
 
-    buffers   by name; those that depend on R have the greatest size so far
-    replaced  whether the last `stage` replaced a buffer by a larger one, so that earlier graphs are of no use
+    buffers    by name; those that depend on R have the greatest size so far
+    gradients  of weights, by number
+    replaced   whether the last `stage` replaced a buffer by a larger one, so that earlier graphs are of no use
     """
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
         self.replaced = False
 
     def stage(self, prepared: Prepared) -> Prepared:
@@ -48,6 +51,16 @@ class Staged:
             count=self._held("count", share.count[None], 1)[0],
         )
         return Prepared(share, rows)
+
+    def keep(self, weights: list[Tensor]) -> list[Tensor | None]:
+        """Copy the gradients of weights into buffers, so that they do not take memory for each graph."""
+        gradients = {number: p.grad for number, p in enumerate(weights) if p.grad is not None}
+        for number, gradient in gradients.items():
+            if number not in self.gradients:
+                self.gradients[number] = torch.empty_like(gradient)
+        kept = {number: self.gradients[number] for number in gradients}
+        torch._foreach_copy_(list(kept.values()), list(gradients.values()))
+        return [kept.get(number) for number in range(len(weights))]
 
     def _held(self, name: str, x: Tensor, length: int, padding: int = 0) -> Tensor:
         """Return x, followed by `padding`, in a buffer, [length, ...]."""
@@ -80,7 +93,7 @@ class StagedStep:
         self.graphs = GraphedStep(self._captured, **sizes)
 
     def _captured(self, batch: Batch) -> tuple[Losses, list[Tensor | None]]:
-        return self.gradients(batch, self.inputs), [p.grad for p in self.weights]
+        return self.gradients(batch, self.inputs), self.staged.keep(self.weights)
 
     def __call__(self, batch: Batch) -> Losses:
         prepared = self.prepare(batch)

@@ -46,3 +46,15 @@ def test_the_gradient_of_rows_is_that_of_one_step():
         rows.values[rows.inverse[:50]].sum().backward()
         counts = torch.bincount(sample.rows.inverse, minlength=100)
         assert torch.equal(staged.buffers["gradient"][:100], counts[:, None].expand(-1, 8).float())
+
+
+def test_graphs_share_the_memory_of_gradients():
+    staged, weights = Staged(), [torch.ones(3, 4), torch.ones(()), torch.ones(2)]
+    addresses = set()
+    for value in (1.0, 2.0):
+        for weight in weights[:2]:
+            weight.grad = torch.full_like(weight, value)
+        *gradients, none = staged.keep(weights)
+        assert none is None and all(torch.equal(p.grad, kept) for p, kept in zip(weights, gradients))
+        addresses.add(tuple(kept.data_ptr() for kept in gradients))
+    assert len(addresses) == 1
