@@ -95,8 +95,9 @@ class GraphedStep(Generic[Result]):
         return result
 
     def forget(self) -> None:
-        """Delete the captured graphs; sizes of batches are captured anew."""
+        """Delete the captured graphs; sizes of batches are warmed up and captured anew, maybe with other kernels."""
         self.captured.clear()
+        self.warmed_up.clear()
         self.pool = torch.cuda.graph_pool_handle()  # torch has freed the pool with the last graph
 
     def _capture(self, batch: Batch) -> tuple[torch.cuda.CUDAGraph, Batch, Result]:

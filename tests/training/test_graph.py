@@ -197,6 +197,23 @@ except Exception as error:
     assert expected in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.gpu
+def test_sizes_are_warmed_up_again_after_graphs_were_forgotten():
+    """The sizes of other tensors have changed, and kernels for these cannot be compiled in a capture."""
+    calls = []
+
+    def step(batch):
+        calls.append(torch.cuda.is_current_stream_capturing())
+        return {"loss": batch.item_ids.float().mean()}
+
+    graphed = GraphedStep(step, batch_size=2, longest=8)
+    for _ in range(2):
+        for _ in range(3):
+            graphed(make_batch([3, 4]).to("cuda"))
+        graphed.forget()
+    assert calls == 2 * [False, True]
+
+
 @pytest.mark.parametrize(
     ("message", "captured"),
     [
