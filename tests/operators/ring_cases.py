@@ -38,16 +38,25 @@ def lengths_of(form: str, world: int, longer: int = 1) -> list[int]:
     return [37 * longer, 3, 0, 26 * longer, 1] if "varlen" in form else [8 * world * longer] * 2
 
 
-def inputs(form: str, option: str, world: int, *, size: int = 16, longer: int = 1, dtype: torch.dtype | None = None):
+def inputs(
+    form: str,
+    option: str,
+    world: int,
+    *,
+    heads: int = 4,
+    size: int = 16,
+    longer: int = 1,
+    dtype: torch.dtype | None = None,
+):
     """Whole q, k, v [T, heads, D], the output's gradient, offsets, and the keywords; dtype: instead of the option's."""
-    keywords = {"kv_heads": 4, "dtype": "float32"} | OPTIONS[option]
+    keywords = {"kv_heads": heads, "dtype": "float32"} | OPTIONS[option]
     kv_heads, own_dtype = keywords.pop("kv_heads"), getattr(torch, keywords.pop("dtype"))
     lengths = lengths_of(form, world, longer)
     q, k, v, grad = (
-        make_jagged(lengths, (heads, size), dtype=dtype or own_dtype, seed=seed)
-        for seed, heads in enumerate((4, kv_heads, kv_heads, 4))
+        make_jagged(lengths, (count, size), dtype=dtype or own_dtype, seed=seed)
+        for seed, count in enumerate((heads, kv_heads, kv_heads, heads))
     )
-    slopes = torch.rand(len(lengths), 4, generator=torch.Generator().manual_seed(5))
+    slopes = torch.rand(len(lengths), heads, generator=torch.Generator().manual_seed(5))
     match keywords.get("alibi_slopes"):
         case "heads":
             keywords["alibi_slopes"] = slopes[0].contiguous()
@@ -115,8 +124,8 @@ def rank_results(
     return [out.detach(), lse, *gradients]
 
 
-def all_results(rank: int, world: int, cases, backend: str) -> dict:
-    return {(form, option): rank_results(rank, world, form, option, backend) for form, option in cases}
+def all_results(rank: int, world: int, cases, backend: str, heads: int = 4) -> dict:
+    return {(form, option): rank_results(rank, world, form, option, backend, heads=heads) for form, option in cases}
 
 
 HSTU_CASES = [
