@@ -58,9 +58,9 @@ class Staged:
         for number, gradient in gradients.items():
             if number not in self.gradients:
                 self.gradients[number] = torch.empty_like(gradient)
-        held = {number: self.gradients[number] for number in gradients}
-        torch._foreach_copy_(list(held.values()), list(gradients.values()))
-        return [held.get(number) for number in range(len(weights))]
+        buffers = {number: self.gradients[number] for number in gradients}
+        torch._foreach_copy_(list(buffers.values()), list(gradients.values()))
+        return [buffers.get(number) for number in range(len(weights))]
 
     def _held(self, name: str, x: Tensor, length: int, padding: int = 0) -> Tensor:
         """Return x, followed by `padding`, in a buffer, [length, ...]."""

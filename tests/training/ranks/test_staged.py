@@ -55,6 +55,6 @@ def test_graphs_share_the_memory_of_gradients():
         for weight in weights[:2]:
             weight.grad = torch.full_like(weight, value)
         *gradients, none = staged.keep(weights)
-        assert none is None and all(torch.equal(p.grad, held) for p, held in zip(weights, gradients))
-        addresses.add(tuple(held.data_ptr() for held in gradients))
+        assert none is None and all(torch.equal(p.grad, buffer) for p, buffer in zip(weights, gradients))
+        addresses.add(tuple(buffer.data_ptr() for buffer in gradients))
     assert len(addresses) == 1
