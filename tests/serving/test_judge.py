@@ -112,4 +112,4 @@ def test_ranking_is_evaluated_event_by_event(tmp_path, layout):
     served = judged(tmp_path / "run", "--serve", name="eval-test-serve.json")
     assert served["model"] == pytest.approx(whole["model"], abs=1e-6)
     done = run("eval.py", tmp_path / "run", "--serve", "--split", "train")
-    assert done.returncode == 2 and "expected --split " in done.stderr
+    assert done.returncode == 2 and "in which every target has a history, got train" in done.stderr
