@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import yaml
 
 import hstu_sparse
 from tests.experiments.test_fitting import CONFIG, orders
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTED = re.compile(r"^::: (\S+)((?:\n    .*)*)", re.MULTILINE)
-MEMBERS = re.compile(r"members: \[([^\]]*)\]")
 METHODS = (property, cached_property, classmethod, staticmethod)
 OTHERS = [
     "hstu_sparse.core.jagged.offsets_from_lengths",
@@ -96,11 +96,11 @@ def members(documented: object, listed: list[str] | None) -> Iterator[tuple[str,
 
 def names_of(path: str, options: str = "") -> Iterator[Name]:
     """Yield the names that `::: path` documents in a page: the name and its members, or the members in the options."""
-    documented, chosen = resolve(path), MEMBERS.search(options)
-    listed = re.findall(r"\w+", chosen[1]) if chosen else None
+    documented = resolve(path)
+    chosen = yaml.safe_load(options)["options"] if options.strip() else {}
     yield Name(path, documented)
     if inspect.ismodule(documented) or inspect.isclass(documented):
-        for name, member in members(documented, listed):
+        for name, member in members(documented, chosen.get("members")):
             member = member.__func__ if isinstance(member, classmethod | staticmethod) else member
             yield Name(f"{path}.{name}", member, (path,))
             if inspect.ismodule(documented) and inspect.isclass(member):
