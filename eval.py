@@ -189,7 +189,7 @@ def evaluate(options, config: RunConfig, data: Data, model, facts: dict, interru
     path = options.run / result_name(options.split, options, options.data)
     if first:
         write_file(path, as_json(result))
-    interrupts.stage = f"predicting; {path} is written"
+    interrupts.stage = f"predicting; {path} is complete"
     if options.predict:
         tracked = terminal.track(batches.epoch(0), len(batches), "predicting")
         how = config.eval.filter_seen

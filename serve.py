@@ -66,7 +66,7 @@ def open_log(options: argparse.Namespace, recommender: Recommender, interrupts: 
     terminal.say(
         f"{recommender.num_users:,} users; {path}: {counts['taken']:,} events"
         + (f", {counts['left_out']:,} of unknown items or actions left out" if counts["left_out"] else "")
-        + (f", {counts['repeated']:,} left out as also in the run's data" if counts["repeated"] else "")
+        + (f", {counts['repeated']:,} left out, since the run's data contain them, too" if counts["repeated"] else "")
         + f"; the model {recommender.label}"
     )
     return log

@@ -309,7 +309,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     add("--log", type=Path, metavar="FILE", help="the append-only log of accepted events; by default RUN/events.log")
     add("--store", metavar="URL", help="redis://HOST:PORT/DB, shared by several services, in place of the log")
     add("--fsync", choices=("always", "never"), default="always",
-        help="always: accepted events survive a power cut; never: only a kill of the process")  # fmt: skip
+        help="always: accepted events survive a power cut; never: they survive only a kill of the process")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="by default the device in the run's configuration")
     add(
         "--cache",
@@ -391,7 +391,7 @@ def compare_options(description: str | None, arguments: list[str] | None = None)
     for assignment in options.runs:
         name, equals, folder = assignment.partition("=")
         if not (equals and folder and re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name)):
-            parser.error(f"--runs {assignment}: expected NAME=FOLDER, NAME of letters, digits, dots and dashes")
+            parser.error(f"--runs {assignment}: expected NAME=FOLDER, a NAME of letters, digits, ., _ and -")
         runs.setdefault(name, []).append(Path(folder))
     options.runs = runs
     return options

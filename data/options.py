@@ -30,7 +30,7 @@ def auto_or(least: int) -> Callable:
 def chosen(value: int | Literal["auto"]) -> int:
     """Return the value of an option that may be `auto`; ValueError if `auto` is not yet replaced by a number."""
     if value == "auto":
-        raise ValueError("an option is still auto")
+        raise ValueError("expected a number, got auto: load_config, open_data or Config.for_model replace it")
     return value
 
 

@@ -158,7 +158,7 @@ def recall_splits(dataset: Dataset, valid_fraction: float, test_fraction: float)
     train, valid, test = (Split(part, dataset.user_offsets[part], last[part]) for part in np.split(users, cuts))
     note = (
         f"Protocol {RECALL_PROTOCOL}: {len(train):,} sequences for training, {len(valid):,} others for validation, "
-        f"{len(test):,} others for the test. Only recalls are trained on and evaluated."
+        f"{len(test):,} others for the test. Only the values of returning keys are trained on and evaluated."
     )
     train_end = np.where(users < cuts[0], last, dataset.user_offsets[:-1])
     return Splits(RECALL_PROTOCOL, train, valid, test, {}, [note], train_end)

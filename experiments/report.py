@@ -58,7 +58,7 @@ def _explanation(results: Results) -> list[str]:
         + (f" A lower {results.metric} is better: a ratio below 1 is a gain." if results.less_is_better else "")
     ]
     if results.simple:
-        lines.append(f"{', '.join(results.simple)}: models without a network; their intervals are over users only.")
+        lines.append(f"{', '.join(results.simple)}: no neural networks; their intervals are over users only.")
     if environment := next((x.speed["environment"] for x in results.settings if "environment" in x.speed), None):
         versions = ", ".join(f"{name} {value}" for name, value in environment.items() if name != "device")
         lines.append(f"Training steps were measured on {environment['device']}, without other runs; {versions}.")

@@ -25,7 +25,7 @@ def print_results(results: Results) -> None:
         quality.add_row(name, ABSENT, f"{row['mean']:.4f}", ABSENT, _shown(row["ratio"], "{:.3f}"), interval, ABSENT)
     terminal.table(quality)
     if results.simple:
-        terminal.say("Below the settings: baselines without a network, intervals over users only.")
+        terminal.say("Below the settings: baselines (no neural networks), intervals over users only.")
     terminal.say(f"Ratios to {base} with 95% intervals over users{' and seeds' if results.seeds else ''}; p by Holm.")
     if not results.seeds:
         terminal.say("With one seed the variation between seeds is unknown: the intervals do not include it.")

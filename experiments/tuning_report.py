@@ -92,8 +92,8 @@ def chance_lines(tuning: Search, best: FrozenTrial, default: FrozenTrial | None,
     chance = (mean * (1 - mean) / users) ** 0.5 * float(ndtri((count - 0.375) / (count + 0.25)))
     gain = best.values[0] - mean
     line = (
-        f"The best trial gains {gain:.4f} over the default. By chance alone, the best of {count} trials as good as the "
-        f"default would gain up to {chance:.4f} on {users:,} validation users."
+        f"The best trial gains {gain:.4f} over the default. If no option had an effect, the best of {count} trials "
+        f"would still gain up to {chance:.4f} by chance on {users:,} validation users."
     )
     if gain > chance:
         return [line]

@@ -55,9 +55,9 @@ def clean(output):
 
 def main() -> None:
     """Run the notebooks named on the command line and store them with their outputs."""
-    parser = Parser(description="Run notebooks and store their outputs.")
-    parser.add_argument("notebooks", nargs="+", type=Path)
-    parser.add_argument("--data", type=Path, help="a folder to copy to raw/NAME for the notebook")
+    parser = Parser(prog="python -m tools.notebooks", description="Run notebooks and store their outputs.")
+    parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK", help="the .ipynb file")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="a data set to copy into raw/ of the notebook")
     options = parser.parse_args()
     for path in options.notebooks:
         path.stat()  # raises for a missing file before anything runs

@@ -178,7 +178,7 @@ class TrainingRun(Parts):
     def diverged(self, what: str) -> TrainingError:
         self.checkpoints.wait()
         ending = self.ranks.broadcast([f"; {last} is kept" for last in checkpoints(self.folder)[-1:]])
-        return TrainingError(f"{what}: try a lower train.lr or train.clip_norm{''.join(ending)}")
+        return TrainingError(f"{what}: try a lower train.lr, or set train.clip_norm{''.join(ending)}")
 
 
 @contextmanager

@@ -405,7 +405,7 @@ def with_tables(
             feature, missing = packed(file, place, folder)
             vectors.append(feature)
             if missing:
-                without.append(f"; {missing:,} of {len(place):,} items have no vector {feature.name}: zeros")
+                without.append(f"; {missing:,} of {len(place):,} items have no vector {feature.name} and get zeros")
         features += vectors
         note = f"{table.name}: {', '.join(feature.name for feature in features)} of {table.entity}"
         if (missing := int((place < 0).sum())) and not without:

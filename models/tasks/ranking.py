@@ -126,8 +126,8 @@ class Ranking(Task):
         """`interleaved`: an event has a token for its item, which predicts, and one for its action. `targets`: an event
         is one token, and a sequence ends with candidates, which predict and do not attend to each other."""
         num_targets: int = Field(16, ge=1)
-        """With `targets`, the number of candidates of a training sequence, which follow up to max_seq_len - num_targets
-        events; evaluation has one candidate."""
+        """With `targets`, the number of candidates at the end of a training sequence, after at most
+        max_seq_len - num_targets other events; evaluation has one candidate."""
         hidden_dim: int = Field(0, ge=0)
         """The hidden size of each action's head, a network of two layers; 0: one layer."""
         experts: int = Field(0, ge=0, le=1000)

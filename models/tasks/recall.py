@@ -143,8 +143,8 @@ class Recall(Retrieval):
 
     def protocol_lines(self, result: dict) -> list[str]:
         return [
-            f"Split {result['split']}, {result['users']:,} sequences, {result['recalls']:,} recalls: the share whose "
-            "target scores highest of all items.",
+            f"Split {result['split']}, {result['users']:,} sequences, {result['recalls']:,} recalls (values of "
+            "returning keys). Accuracy is the share of recalls whose target scores highest of all items.",
             *result["notes"],
         ]
 

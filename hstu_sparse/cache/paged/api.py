@@ -144,6 +144,6 @@ def check_context(num_context: Tensor, lengths: Tensor, new: Tensor) -> None:
     complete = (num_context <= lengths) | (lengths == 0) & (num_context <= new) | (new == 0)
     for b in (~complete | (num_context < 0)).nonzero()[:, 0].tolist():
         raise ValueError(
-            f"num_context of sequence {b} must be from 0 to its {int(lengths[b])} cached tokens, or without cached "
-            f"tokens to its {int(new[b])} new ones, got {int(num_context[b])}"
+            f"num_context of sequence {b} must be from 0 to {int(lengths[b] or new[b])}, the number of its "
+            f"{'cached' if lengths[b] else 'new'} tokens, got {int(num_context[b])}"
         )

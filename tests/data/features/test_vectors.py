@@ -54,7 +54,7 @@ def test_vectors_of_a_npy_file(with_vectors, tmp_path):
     assert (feature.entity, feature.name, feature.kind) == ("items", "title", VECTOR)
     assert isinstance(feature.values, np.memmap) and feature.values.dtype == np.float16
     np.testing.assert_allclose(rows_of(feature), expected(), atol=5e-4)
-    assert dataset.notes[-1] == "titles.npy: title of items; 1 of 5 items have no vector title: zeros"
+    assert dataset.notes[-1] == "titles.npy: title of items; 1 of 5 items have no vector title and get zeros"
     # Only the data set's folder is left in the cache.
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [folder_of(tmp_path).name]
     added = with_vectors(unknown="add")
