@@ -74,9 +74,10 @@ def replace_file(file: Path, content: str | bytes | Callable[[Path], object]) ->
 
 
 def sweep(parent: Path, name: str | None = None, older_than: float = 6 * 3600) -> None:
-    """Remove temporary folders and files in `parent` that killed processes have left; name: only those of this name.
+    """Remove temporary folders and files in `parent` that killed processes have left.
 
-    Those younger than `older_than` seconds are kept, since they may belong to a running process.
+    name: only those for the path `parent / name`. Those younger than `older_than` seconds are kept, since they may
+    belong to a running process.
     """
     pattern = re.compile(rf"\.{'.*' if name is None else re.escape(_cut(name))}\.tmp-[0-9]+-[0-9a-f]{{8}}", re.DOTALL)
     for leftover in parent.glob(".*.tmp-*"):

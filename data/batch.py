@@ -50,7 +50,7 @@ OFFSETS = {"layout": Layout("offsets")}  # the metadata of a field [B+1], first 
 
 
 class Cut(NamedTuple):
-    """The whole batch, for a rank whose batch has some tokens of each sequence (training/ranks/processes.py).
+    """Facts about the whole batch, for a rank that has only some tokens of each sequence (training/ranks/processes.py).
 
     index      [T] int64, the index of each token of this rank in the whole batch
     positions  [T] int64, the position of each token in its whole sequence
@@ -73,7 +73,7 @@ class Cut(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """The batch of all ranks, if each rank has some of the sequences.
+    """Facts about the batch of all ranks, for a rank that has only some of its sequences.
 
     step       the training step of the batch, from 0
     tokens     the number of tokens on all ranks
@@ -113,7 +113,8 @@ class Batch:
     num_context       int, the number of tokens at the front of each sequence that are features of its user
                       (`with_context`)
     phase             int on the host, the training step at which the current phase of training began; by default
-                      greater than any step. Modules that change at a certain step compare the step with `phase`
+                      greater than any step. Modules whose behaviour changes at a certain step compare that step
+                      with `phase`
     cut               a `Cut` if the batch has this rank's tokens of sequences that ranks share, else None
     heads             the process group of the ranks that divide attention's heads; None if this rank has all heads
     whole             a `Whole` if the batch has some of the sequences of a larger batch, else None
@@ -309,8 +310,9 @@ class Batch:
     def padded(self, tokens: int, sequences: int, longest: int, values: Mapping[str, int] | None = None) -> Batch:
         """Return the batch padded to the fixed sizes T = `tokens`, B = `sequences` and `values` (as `num_values`).
 
-        Sequences of at most `longest` tokens of padding are added, then empty ones. The first of them gets the padding
-        of jagged fields. Fields that are not in `values` keep their size. ValueError if the batch does not fit.
+        Sequences of at most `longest` tokens of padding are added, then empty ones. The first added sequence gets the
+        padding of the other jagged fields. Fields that are not in `values` keep their size. ValueError if the batch
+        does not fit.
         """
         sizes = self.num_values | dict(values or {}) | {"seq_offsets": tokens}
         more, rows = tokens - self.num_tokens, sequences - self.num_sequences

@@ -15,7 +15,7 @@ from hstu_sparse.core.jagged import sequence_ids
 class Earlier(NamedTuple):
     """Facts about the tokens of a batch, [T] each.
 
-    items        item ids, or their numbers in a loss
+    items        the items, as ids or as other numbers (see `of`)
     times, query_times  as in the batch
     begins       the first token of the token's sequence
     counts       the number of tokens of the same item in the sequence up to this one
@@ -36,7 +36,7 @@ class Earlier(NamedTuple):
     @classmethod
     def of(cls, batch: Batch, longest: int, items: Tensor | None = None) -> "Earlier":
         """Return the facts of a batch whose sequences have at most `longest` tokens, without waiting for the
-        device. items: used in place of `batch.item_ids`; two are equal exactly if their ids are.
+        device. items: [T], numbers to use in place of `batch.item_ids`, equal if and only if the ids are equal.
         """
         items, total = batch.item_ids if items is None else items, batch.num_tokens
         tokens = torch.arange(total, device=items.device)

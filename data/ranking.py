@@ -185,8 +185,8 @@ class Layout(NamedTuple):
 
     capacity  C, the number of events of a sequence
     targets   m, the number of candidates at the end of a training sequence; None for the interleaved layout. In
-              evaluation, a sequence has one candidate after at most C - m events, as many as training has before m
-              candidates
+              evaluation, a sequence has one candidate after at most C - m events, since a training sequence has at most
+              so many events before its m candidates
     """
 
     capacity: int
@@ -208,8 +208,9 @@ class Layout(NamedTuple):
 def label_table(dataset: Dataset, data_format: str, actions: dict[str, float | None]) -> np.ndarray:
     """Return [codes, A] int8: 1 for each kind of action in `actions` that an action code of the data set includes.
 
-    actions: name -> None for a flag or a value of the action column, or the least value that counts. ConfigError for
-    names that the data do not have, and for kinds of action in all or no events.
+    actions: the name of each kind -> the least value of the action column that counts, or None if the name is a flag
+    or one of that column's values. ConfigError for names that the data do not have, and for kinds of action in all or
+    no events.
     """
     source = FORMATS[data_format]
     assert dataset.actions is not None

@@ -31,7 +31,8 @@ class Split:
     begin           [M] int64
     end             [M] int64, exclusive
     scored          [M] int64; None for retrieval
-    targets         [N] int64, the events to rank for each sample, at event end[i]-1's time; None: only event end[i]-1
+    targets         [N] int64, the events to rank for each sample, which have the same time as event end[i]-1; None:
+                    only event end[i]-1
     target_offsets  [M+1] int64, the offsets of `targets`; or None
     counted         [E] bool, the events of the data set whose target or label counts; None for all
     """
@@ -92,9 +93,9 @@ def make_splits(
     training.
     published: a user's last event is the test target, the others are for training; there is no validation.
     temporal: the latest `test_fraction` of all events is the test window, the `valid_fraction` before it the validation
-    window; earlier events are for training. A user's target is their first event in a window, after all earlier events
-    (for the test, including the validation window). Events of the same second are in one window, the later one. With
-    targets `all`, each event of a window is a target, after all earlier events of its user.
+    window; earlier events are for training. A user's target is their first event in a window; its inputs are the user's
+    earlier events (for a test target, those of the validation window too). Events of the same second are in one window,
+    the later one. With targets `all`, each event of a window is a target; its inputs are the user's earlier events.
     all: all events are for training; there is no validation and no test.
 
     same_time: with `hidden`, the history of a validation or test sample has no events with the target's time, and a

@@ -53,8 +53,8 @@ def _line(error: BaseException) -> str:
 def choose_numbers(sample, fmt: RawFormat) -> tuple[str, ...]:
     """Return the text columns whose values the condition compares as numbers.
 
-    These are the columns with numbers only in the first rows, unless the condition compares them with text. sample: a
-    polars frame of the first rows with the condition's columns.
+    These are the columns whose values in the first rows are all numbers or missing, unless the condition compares them
+    with text. sample: a polars frame of the first rows with the condition's columns.
     """
     import polars as pl
 

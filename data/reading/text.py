@@ -175,7 +175,10 @@ def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
 
 
 def text_readings(sources: list[RawFile], fmt: RawFormat) -> Readings:
-    """Choose the readings from the first rows, with the right number of fields, of all files in any order."""
+    """Choose the readings from the first rows of the files, MOST_SAMPLES at most, that have the right number of fields.
+
+    The order of the files does not matter.
+    """
     import polars as pl
 
     if not fmt.named_columns and not fmt.where and fmt.timestamp_unit in (None, "s") and fmt.timestamp_format is None:
