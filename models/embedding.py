@@ -154,7 +154,7 @@ class InputEmbedding(nn.Module):
         return rows + self.items(torch.arange(begin, begin + len(rows), device=rows.device)).to(rows.dtype)
 
     def local_items(self) -> tuple[Tensor, int]:
-        """Return (the representations [R, E] of this rank's items of the loss, the number of the first of them).
+        """Return (representations [R, E], the number of the first one) for the loss's items whose rows this rank has.
 
         The table is sharded by rows.
         """
@@ -193,7 +193,7 @@ class InputEmbedding(nn.Module):
         rows = self.items.rows(self.item_weight)
         added = self.items().to(rows.dtype)
         table = rows + added
-        if dropped is not None:  # append rows of features alone: one look-up gets both
+        if dropped is not None:  # append the representations without ids, so that one look-up suffices
             table, numbers = torch.cat([table, added]), numbers + len(rows) * dropped[:, 0]
         return F.embedding(numbers, table)
 

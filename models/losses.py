@@ -37,7 +37,7 @@ TERM_WIDTH = 8  # elements that the term of repeats computes for each item of a 
 
 
 class Negatives(NamedTuple):
-    """Negatives [K] of all positions, [T, K], or [G, K] of G blocks of positions.
+    """Negatives: [K] shared by all positions, [T, K] for each position, or [G, K] for each of G blocks of positions.
 
     log_q [I]: the logarithm of each item's probability of being drawn.
     block [T]: the block of each position; None: position t is in block t % G.
@@ -58,9 +58,10 @@ class Negatives(NamedTuple):
         return self.ids[tokens % len(self.ids) if self.block is None else self.block]
 
     def tiles(self, positions: int, unit: int) -> tuple[Tensor, Tensor, int]:
-        """Return (the places [T] of positions in N tiles of one block each, the ids [N, K] of tiles, a tile's size).
+        """Return (the places [T] of positions in N tiles, the ids [N, K] of the tiles' negatives, a tile's size).
 
-        The size is a multiple of `unit`. It and N do not depend on values, so that steps can be captured.
+        The positions of a tile are of one block. The size is a multiple of `unit`. The size and N do not depend on
+        values, so that steps can be captured.
         """
         blocks, tokens = len(self.ids), torch.arange(positions, device=self.ids.device)
         size = max(1, -(-positions // (blocks * unit))) * unit
@@ -71,7 +72,7 @@ class Negatives(NamedTuple):
         tiles = (counts + size - 1) // size
         begins = (tiles.cumsum(0) - tiles) * size - (counts.cumsum(0) - counts)
         places = torch.empty_like(order).index_copy_(0, order, tokens + begins[block])
-        # There are at most positions // size full tiles, and one more of each block.
+        # There are at most positions // size full tiles, and one partly filled tile for each block.
         numbers = torch.arange(positions // size + blocks, device=tokens.device)
         owners = torch.searchsorted(tiles.cumsum(0), numbers, right=True).clamp(max=blocks - 1)
         return places, self.ids[owners], size
@@ -120,7 +121,8 @@ def head_loss(
 ) -> tuple[Tensor, AuxLosses]:
     """Return (training loss, auxiliary losses) of outputs [T, E] of `SequenceModel.raw_output` with the model's head.
 
-    share: a rank's share of the loss; None: all of it, or the part of a batch that is cut. dtype: see `training_loss`.
+    share: a rank's share of the loss; None: the whole loss or, if `batch.cut` is set, the part of this rank's tokens.
+    dtype: see `training_loss`.
     """
     features, longest = model.embedding.items, len(model.embedding.position)
     repeats = None
@@ -247,7 +249,7 @@ def training_loss(
 
     Args:
         config: the loss.
-        out: [T, E] fp32, L2-normalised; of any length if `takes_kernel`.
+        out: [T, E] fp32, L2-normalised; with any norm if `takes_kernel` is true.
         item_weight: [I, E].
         share: the targets and negatives.
         dtype: the dtype of matrix products on a GPU; by default the table's.
@@ -274,7 +276,8 @@ def training_loss(
     whole = ids is None or (size == 1 and takes_whole_catalogue(config, out, item_weight))
     once = whole or ids is None or len(item_weight) <= ids.numel()
     items = normalized(item_weight) if once else item_weight
-    width = len(item_weight) if whole else (config.num_negatives + 1) * max(size, out.shape[1])  # of a tile
+    # The number of elements to compute for each row of a chunk, which is a position or a tile.
+    width = len(item_weight) if whole else (config.num_negatives + 1) * max(size, out.shape[1])
     in_rows = ids is not None and ids.dim() == 2
     if ids is not None and in_rows and not whole:
         out, targets = out.unflatten(0, (len(ids), size)), targets.unflatten(0, (len(ids), size))

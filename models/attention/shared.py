@@ -59,7 +59,7 @@ AutoRate = Annotated[int | Literal["auto"], BeforeValidator(auto_or(2))]
 
 
 class BiasedAttention(AttentionKind):
-    """Kinds that add a relative bias by position and time to their scores; its tables serve all heads."""
+    """Kinds that add a relative bias by position and time to their scores; all heads share its tables."""
 
     class Config(AttentionKind.Config):
         position_bias: bool = True

@@ -190,7 +190,8 @@ class Task:
     def baselines(self, dataset: Dataset, splits: Splits, split: str, batches: Batches) -> dict[str, dict[str, Any]]:
         """Compute the results of models without a network on a split, by name.
 
-        A result has `metrics`, `settings` by name, and `judged`, an array that `judge` adds to its `judged`.
+        A result has `metrics`, `settings` by name, and `judged`, an array that `judge` adds to the arrays `judged` of
+        its own result.
         """
         return {}
 
