@@ -51,7 +51,7 @@ class Rankings(NamedTuple):
         return np.bincount(user, values, minlength=len(counts)) / counts
 
     def part(self, inside: np.ndarray) -> tuple[np.ndarray, Self]:
-        """Return (the mask [N] of the targets of the rankings in the mask `inside` [M], these rankings)."""
+        """Return (the mask [N] of the chosen rankings' targets, these rankings); inside: [M], the mask of rankings."""
         place = np.cumsum(inside) - 1
         targets = inside[self.ranking]
         return targets, type(self)(place[self.ranking[targets]], self.users[inside])

@@ -99,8 +99,8 @@ def tables(result: dict, metrics: Sequence[str], on_terminal: Sequence[str], fil
 def described_lists(dataset: Dataset, split: Split, lists: np.ndarray, counts: np.ndarray) -> dict[str, dict]:
     """Describe recommended lists [users, k] (-1 for no item) and give examples: `lists`.
 
-    For data with features, also describe the items without training events in lists and as targets: `cold`. counts:
-    [I], the training events of each item.
+    For data with features, also count the items without training events, overall, among the targets and in the lists:
+    `cold`. counts: [I], the number of training events of each item.
     """
     result = {"lists": describe_lists(lists, counts) | {"samples": samples(dataset, split, lists)}}
     if dataset.features:

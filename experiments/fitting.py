@@ -125,9 +125,9 @@ def fit(
         config: `default` (its sizes follow the data), `small` (for up to some 100,000 events), the name of another
             configuration in configs/, the path of a YAML file, or the content of such a file as a dict.
         items, users: features, one row for each item or user, in the same forms. Columns of a frame that are not named
-            by `data.features` become features by their types: text a category, a number a number, a list of floats a
-            vector, another list a list. The ids are in the column item or user, or in one with the name of the events'
-            column.
+            by `data.features` become features of a kind by their types: text is a `category`, a number is a `number`, a
+            list of floats is a `vector`, and any other list is a `list`. The ids are in the column item or user, or in
+            the column with the name of the events' column.
         run: the run's folder; by default a new one below `run_dir`. If the folder has a run of the same configuration
             and data, this run is continued, or returned if it is finished.
         quiet: print nothing.

@@ -8,7 +8,7 @@
       dense: {}
       bsa: {model.attention.kind: bsa, model.attention.block_size: 16}
       large: {base: configs/ml-1m-hstu-large.yaml}
-    runs: {old: runs/ml-1m-hstu/20260101-120000}   finished runs, a folder of one or of several, or a list
+    runs: {old: runs/ml-1m-hstu/20260101-120000}   finished runs: a folder of one run or several, or a list
     quick: {train.epochs: 2}               more options of all settings with --quick
 
 Relative paths start at the working directory.

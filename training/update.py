@@ -106,9 +106,10 @@ def begin_update(folder: Path, config: RunConfig) -> Update:
 def open_all_events(config: RunConfig, before: Data, **options: Any) -> tuple[Data, NewEvents]:
     """Open data that have all events of a run and new ones; return the data and their new events.
 
-    before: the data of the run. options: further arguments of `open_data`. DataError if events of the run are missing,
-    whatever else is wrong: without them items of a features file may be in no event, or no user may have two events.
-    Another `data.where` than the run's may leave out some of them.
+    before: the data of the run. options: further arguments of `open_data`. If events of the run are missing, the error
+    is a DataError that says so, even if `open_data` raises another error, which may be a consequence: that items of a
+    features file are in no event, or that no user has two events. If `data.where` differs from the run's, some events
+    of the run may be missing, but not all.
     """
     run_events, other_rows = (before.dataset, before.splits.train_end), config.data.where != before.config.data.where
 

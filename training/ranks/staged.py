@@ -28,7 +28,7 @@ class Staged:
         self.replaced = False
 
     def stage(self, prepared: Prepared) -> Prepared:
-        """Copy a step's tensors into the buffers, with T padded as that of the batch, and return them there.
+        """Copy a step's tensors into the buffers, padded to the T of the padded batch; return the buffers.
 
         The rows get a gradient of zeros, to which a backward pass adds.
         """
@@ -74,10 +74,10 @@ class Staged:
 
 
 class StagedStep:
-    """A training step of which the forward and backward pass are captured.
+    """A training step whose forward and backward pass are captured.
 
     prepare: returns the rows and the share of a batch. gradients: computes the losses and gradients of a padded batch.
-    update: adds to the losses what it measures, and changes the weights. sizes: of `GraphedStep`.
+    update: changes the weights, and adds its measurements to the losses. sizes: of `GraphedStep`.
     """
 
     def __init__(
