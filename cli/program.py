@@ -16,7 +16,7 @@ from data.errors import UserError
 
 def run_program(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
     """Run `work` and return the exit status: 0, 2 after an error (reported in one line), 128 + n after signal n."""
-    if not gc.isenabled():  # by parse_early: to look for garbage in the imports takes a quarter of a start and its end
+    if not gc.isenabled():  # see parse_early: collections of imported objects take a quarter of a start and an exit
         gc.freeze()
         gc.enable()
     terminal.begin(quiet)

@@ -107,7 +107,7 @@ class _Tokens:
 
     stored   the pages
     longest  L
-    keys     (keys [B, H, L, D], values [B, H, L, V]); empty if each user has one new token: it reads the pages
+    keys     (keys [B, H, L, D], values [B, H, L, V]); empty if each user has one new token, which reads the pages
     sums     sums of complete blocks, [B, H, M, D] and [.., V]
     begun    candidates only: the sums of the earlier tokens of the candidates' block, [B, H, 1, D] and [.., V]
     times    (times of keys [B, L] or None without keys, query times [B, Q], times of the new tokens [B, Q]), or None

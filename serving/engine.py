@@ -262,7 +262,7 @@ class Engine:
                 return
             end, total, chosen = begin, 0, set()
             while end < begin + fit and (end == begin or total + num_outputs[end] <= most):
-                # A ranking request writes the user's last token after the cached ones: one request of a user in a pass.
+                # A ranking request writes the user's last token after the cached ones, so a pass has one of each user.
                 if self.ranking and users[end] in chosen:
                     break
                 chosen.add(users[end])

@@ -91,7 +91,7 @@ def whole_attention(
 
     These are ten times as fast as paged attention, which looks up a time bias for each pair. As in paged attention, a
     token attends to the decoded keys and values of other tokens and to the exact ones of itself. For coded pages
-    `rotatekv_self_attention` computes this, here only on a CPU.
+    `rotatekv_self_attention` computes this; it is used on a CPU only.
 
     Returns None if no such kernel computes the same as paged attention.
     """

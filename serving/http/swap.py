@@ -138,7 +138,7 @@ class Models:
 
     def _serve(self, new: Recommender, source: LogReader | SharedUsers, users: list[str], worker: Worker) -> None:
         check_answers(new, users)
-        for begin in range(0, len(users), 16):  # so that these users' next requests do not have to
+        for begin in range(0, len(users), 16):  # ahead of these users' next requests
             new.encode(users[begin : begin + 16])
         worker.put(Exchange(new, source)).result()
 
