@@ -43,10 +43,10 @@ _HISTOGRAM_ROWS = tl.constexpr(sums.HISTOGRAM_ROWS)
 # The number of zeros on both sides of the halved position table, which masked pairs read: a tile may have mean keys of
 # up to 128 blocks of 128 tokens after its queries.
 MARGIN = 128 * 128 + 256
-# Copies of the tables' gradients, so that programs do not contend. The stride between copies of the position table's
-# gradient is one cell less than a multiple of POSITION_COPIES. So every cell has an index that is such a multiple in
-# one copy. A query uses the copy in which this holds for its first cell, so that four neighbours are
-# added at once. Consecutive queries use every fourth copy.
+# The number of copies of each table's gradient, to which different programs add. The stride between copies of the
+# position table's gradient is a multiple of POSITION_COPIES, minus one cell. So the index of any cell is a multiple of
+# POSITION_COPIES in one of the copies. A gathered query adds to the copy in which this holds for its first cell: four
+# neighbouring cells are then one atomic addition. Programs of consecutive queries add to every fourth copy.
 POSITION_COPIES, TIME_COPIES = tl.constexpr(16), tl.constexpr(64)
 
 

@@ -227,9 +227,9 @@ def store_kept(base, row, mask, codes, is_kept, before, BITS: tl.constexpr, KEPT
 
 @triton.jit
 def value_range(least, most, INSET: tl.constexpr, LEVELS: tl.constexpr):
-    """Return (scale, zero) fp16 of codes for numbers from `least` to `most`, without INSET of the range at either end.
+    """Return (scale, zero) fp16 of codes for numbers from `least` to `most`.
 
-    If least > most there are no numbers, and both are 0.
+    The codes leave out the share INSET of this range at each end. If least > most there are no numbers, and both are 0.
     """
     empty = least > most
     least = tl.where(empty, 0.0, least)

@@ -13,8 +13,8 @@ Logits are in base 2: <out_t, items_i> * row_scale[t] * item_scale[i] with row_s
 tensor cores multiply unchanged 16-bit inputs.
 
 The items are the catalogue, or drawn negatives (SAMPLED) with their `ids`, which mask negatives that are the target,
-and the corrections `shift`. If each block of tokens has its negatives, a tile of a block loops over the block's rows of
-the other matrix only: per_group resident rows and per_split streamed rows of a block.
+and the corrections `shift`. If each block of tokens has other negatives, a tile of a block loops only over the block's
+rows of the other matrix: per_group resident rows and per_split streamed rows of a block.
 
 In backward the softmax, rounded to the dtype of the inputs, is the left operand of a second product. fp16 cannot
 represent a small probability times 1 / |item|: the right operand is normalised instead, and the probability is

@@ -8,8 +8,8 @@ Memory beyond inputs and outputs. Forward: the tree, which holds a copy of k and
 [T, Hq] fp32, the table of choices, 4 * top_k + M / 8 bytes for each group, key/value head and layer above the tokens,
 and a workspace for the concurrent programs that choose. Backward: the tree again, and gradients of all its nodes in
 fp32, or int64 in deterministic mode. q, k, v, the output and lse are saved for the backward pass, and a table of up to
-TABLE_BYTES. If the table is larger, one part of the groups after another chooses and attends, and chooses again in the
-backward pass.
+TABLE_BYTES. If the table is larger, the groups are processed in parts: each part chooses and attends before the next
+one, and chooses again in the backward pass.
 """
 
 import itertools
@@ -167,7 +167,7 @@ class Problem:
         return Nodes(keys, values, self.offsets, self.cos, self.sin)
 
     def choices(self, q: Tensor, keys: Tensor, saved: Tensor | None = None) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (first slot, number of slots, their table) for one part after another, which then chooses and attends.
+        """Yield (first slot, number of slots, table of choices) of each part of the slots, to attend before the next.
 
         saved: the whole table, if the forward pass saved it.
         """

@@ -1,4 +1,4 @@
-"""Multiply a constant sparse matrix by a dense one, with a gradient without sorting and atomic additions.
+"""Multiply a constant sparse matrix by a dense one; the gradient needs no sorting and no atomic additions.
 
 The gradient of `embedding_bag` sorts the entries in each step, by about twenty kernels on a GPU. The entries here are
 constant: they are sorted once by rows, for forward, and once by columns, for backward.
