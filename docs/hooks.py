@@ -1,4 +1,4 @@
-"""Hooks of the site's build: pages that are made from other files, and links to files that are no pages.
+"""Hooks of the site's build: pages that are made from other files, and links to files that are not pages.
 
 MkDocs calls `on_page_markdown` for each page.
 """

@@ -1,4 +1,4 @@
-"""Recommend by a file of `eval.py RUN --export-model OUT.pt2`, with torch alone: nothing of hstu_sparse is needed.
+"""Recommend with a file of `eval.py RUN --export-model OUT.pt2`, with torch alone: nothing of hstu_sparse is needed.
 
 python examples/load_exported.py OUT.pt2 AT ITEM=TIME ...      the next items after a history, times in seconds
 """

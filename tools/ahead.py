@@ -237,7 +237,7 @@ def _covered(layout: str) -> list[int]:
 
 
 def unset_registers(listing: str) -> list[str]:
-    """Return the instructions of a disassembly that read a uniform register without a value, or with an older one.
+    """Return the instructions of a disassembly that read a uniform register that has no value, or an outdated one.
 
     ptxas 12.8 omitted a copy when two wgmma descriptors begin with the same bits (two tiles that alternate in one
     buffer of shared memory). The kernel then read out of bounds, or another tile, without an error.
