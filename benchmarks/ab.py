@@ -1,25 +1,25 @@
-"""Compare two checkouts, before and after a change, on one GPU: their processes alternate case by case.
+"""Compare two checkouts, before and after a change, on one GPU: their processes take turns, case by case.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/ab.py /tmp/before . --what dense,biased,planned,bsa,train --lengths 1024,65536
 
-dense, biased (position and time) and planned (the same with a plan made before, where the checkout has one): attention
-of 131,072 tokens, 4 heads of 128, bf16, forward and backward; bsa: the same with blocks of 64, 16 chosen, groups of 64
-and of 2; flash: causal softmax; htree: 4 heads of 64 on one key head, groups of 16 and of 1; catalogue: the loss of
-16,384 outputs of 256 over as many items as --lengths has; train: an epoch of ml-1m-hstu, ml-1m-hstu-large and
-ml-1m-hstu-best on generated data, the median of five; steps: a training step as `benchmarks/train.py --parts` has it,
-of the attention kinds of --kinds.
+--what dense, biased (by position and time) and planned (biased, with an attention plan that is computed outside of the
+timing, if the checkout supports plans): attention of 131,072 tokens, 4 heads of 128, bf16, forward and backward; bsa:
+the same with blocks of 64, 16 chosen, groups of 64 and of 2; flash: causal softmax; htree: 4 heads of 64 on one key
+head, groups of 16 and of 1; catalogue: the loss of 16,384 outputs of 256 over I items, for each I in --lengths; train:
+an epoch of ml-1m-hstu, ml-1m-hstu-large and ml-1m-hstu-best on generated data, the median of five; steps: a training
+step, as `benchmarks/train.py --parts` measures it, for each attention kind of --kinds.
 
-Both sides compile first, side by side. Then all cases are measured --rounds times, each on one side and right away on
-the other, every time after a warm-up of WARM seconds. Attention has three times, in ms:
+Both checkouts compile first, in parallel. Then all cases are measured --rounds times, each with one checkout and right
+away with the other, every time after a warm-up of WARM seconds. Attention has three times, in ms:
 
-    gpu     a call among several that the host has queued before the GPU begins with them, by CUDA events
-    call    a call that begins on an idle GPU, by CUDA events: the host's time until the last kernel starts counts
-    host    the host's time until a call returns, the fastest tenth of the calls: other programs only add to it
+    gpu     of a call in a row of calls that the host queues before the GPU begins with the first, by CUDA events
+    call    of a call that begins on an idle GPU, by CUDA events; it includes the host's time to launch all kernels
+    host    of the host until a call returns: the first decile of the calls, since other programs only add to it
 
-The program prints a JSON line for each measurement, then (when interrupted too) a table: medians over the rounds, the
-second checkout's over the first's, and the same of the fastest. It does not check results: the tests and
-benchmarks/run.py do.
+The program prints a JSON line for each measurement, then (when interrupted too) a table: the median over the rounds of
+either checkout, the second median divided by the first, and the second minimum divided by the first. It does not check
+results: the tests and benchmarks/run.py do.
 """
 
 import argparse
@@ -40,7 +40,7 @@ WARM, SPENT = 0.1, 0.1  # seconds of warm-up, and about as many for single calls
 WHAT = ("dense", "biased", "planned", "flash", "catalogue", "bsa", "htree", "train", "steps")
 NO_GPU = "error: benchmarks need a CUDA GPU; there is none here"
 CONFIGS = ("ml-1m-hstu", "ml-1m-hstu-large", "ml-1m-hstu-best")
-# Lines of other checkouts' benchmarks/train.py that measure an epoch, once or five times; here `serve` repeats it.
+# The line of benchmarks/train.py that measures epochs, in older and newer checkouts; `serve_epochs` replaces it.
 EPOCHS = (
     "tokens, queued, seconds = epoch(3)",
     "epochs = sorted((epoch(number) for number in range(3, 8)), key=lambda measured: measured[-1])",

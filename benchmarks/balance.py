@@ -1,16 +1,16 @@
-"""Measure how unevenly ranks that share a config's batches are loaded, with batches balanced and dealt in turn.
+"""Measure how uneven the work of ranks is that share a config's batches, which are balanced or divided round-robin.
 
     python benchmarks/balance.py configs/ml-1m-hstu.yaml [key=value ...]
     torchrun --standalone --nproc-per-node 2 benchmarks/balance.py configs/ml-1m-hstu.yaml --time
 
-The lengths are those of data generated in MovieLens 1M's shape, with --own of the config's data, or --lengths FILE.npy.
-The program prints a JSON line for each number of ranks and each batch size: the slowest rank's work over the ranks'
-mean, as mean and maximum over batches.
+The sequences have the lengths of data generated in MovieLens 1M's shape, with --own those of the config's data, with
+--lengths those in a file. The program prints a JSON line for each number of ranks and each batch size: the work of the
+slowest rank divided by the mean over ranks, as mean and maximum over batches.
 
-By predicted work, it takes the batches of three epochs. With --time each rank measures --steps batches: how long its
-GPU computes the step of its part, the shorter of two times, without exchanges, in which the ranks would wait for each
-other. The host queues a step while the GPU is kept busy, so that its own pace does not count. The item table has 3,706
-rows.
+By default the work is predicted, for the batches of three epochs. With --time it is measured: the GPU time of each
+rank's part of a step, the shorter of two, for --steps batches. A step has no exchanges, in which the ranks would wait
+for each other. The host queues it while the GPU is busy, so that the host's time does not count. The item table has
+3,706 rows.
 """
 
 import json
@@ -63,7 +63,7 @@ def drawn(lengths: np.ndarray, size: int, seed: int, epochs: int):
 
 
 def described(imbalances: list) -> dict:
-    """Return the mean and the maximum, [batches, 2], of balanced batches and of those dealt in turn."""
+    """Return the mean and the maximum, [batches, 2], of batches that are balanced and divided round-robin."""
     columns = zip(("balanced", "in turn"), np.array(imbalances).T)
     return {name: {"mean": round(values.mean(), 4), "most": round(values.max(), 4)} for name, values in columns}
 

@@ -1,13 +1,13 @@
 """Find the sequence length from which a sparse attention kind is faster than dense HSTU and softmax attention.
 
-    python benchmarks/crossover.py                      measure, into benchmarks/results/crossover.jsonl; again: go on
+    python benchmarks/crossover.py                      measure, and append to benchmarks/results/crossover.jsonl
     python benchmarks/crossover.py --table              the lengths from which each kind overtakes, and its times
     python benchmarks/crossover.py --plot crossover.png
 
-Three times for each kind and length, all of as many tokens: one attention layer forward, forward and backward with its
-auxiliary losses, and a whole training step (parts.py: CUDA graphs and all, 4 layers, E 256, 4 heads of 64, bf16). No
-kind has a bias here, since softmax without one is the fastest. Times are medians. Quality is not compared; see
-configs/compare/long-memory.yaml.
+An interrupted measurement continues when it is started again. Each kind and length has three times, with the same
+number of tokens: one attention layer forward, forward and backward with its auxiliary losses, and a whole training step
+(parts.py: in CUDA graphs, 4 layers, E 256, 4 heads of 64, bf16). No kind has a bias, since softmax without a bias is
+the fastest. Times are medians. Quality is not compared; see configs/compare/long-memory.yaml.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 """Benchmark dense HSTU attention against softmax attention of the same shape: SDPA (FlashAttention, cuDNN),
-flex_attention. On sm_90 without a bias also `triton` and `hopper`, of which `ours` is the one that `auto` chooses.
+flex_attention. On sm_90 without a bias, both of our backends, `triton` and `hopper`, too; `ours` is one of them, as
+`auto` chooses.
 
-The standard cases: 131,072 tokens in sequences of one length, 4 heads of 128, bf16, causal. Softmax attention is not
-the same mathematics, but the same products, and what a user would otherwise run.
+The standard cases: 131,072 tokens in sequences of one length, 4 heads of 128, bf16, causal. Softmax attention
+computes another function with the same matrix products, and is what a user would run instead.
 """
 
 import functools

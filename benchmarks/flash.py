@@ -2,10 +2,10 @@
 
     python benchmarks/run.py --op flash                 131,072 tokens, 16 heads of 128, bf16, causal
     python benchmarks/run.py --op flash --only ours,cute,fa4,fa4-unordered
-                                                        both backends, and FlashAttention-4 itself: with the sums of its
-                                                        backward pass in order, as ours calls it, and without
+                                                        both backends, and FlashAttention-4 called directly: with a
+                                                        deterministic backward pass, as in ours, and without
     python benchmarks/run.py --op flash --sweep         single kernels with several tile sizes, for launch.py
-    python benchmarks/run.py --op flash --sasrec        ml-1m-sasrec's batches in fp32, against padding them
+    python benchmarks/run.py --op flash --sasrec        ml-1m-sasrec's batches in fp32, against padded batches
 
 T tokens, H heads, D head size.
 """

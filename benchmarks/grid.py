@@ -60,9 +60,9 @@ class Worker:
 
 
 def remaining_jobs(plans: dict[str, Plan], out: Path, valid: Sequence[int], chosen: Sequence[str]) -> list[Job]:
-    """Return the runs that remain, by seed; those evaluated on validation follow the others of their seed.
+    """Return the runs that remain, by seed; for each seed, first the plans' runs, then those for validation.
 
-    valid: the seeds of the latter. chosen: the settings to train, in any plan; empty, all.
+    valid: the seeds of the runs for validation. chosen: the settings to train, in any plan; if empty, all.
     """
     jobs: list[Job] = []
     known = {(line["plan"], line["setting"], line["seed"]) for line in valid_lines(out)}

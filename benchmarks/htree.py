@@ -5,9 +5,9 @@
     python benchmarks/run.py --op htree --lengths 65536 --repeats 5 --sweep    other tiles and launch options
 
 The standard cases: 64 query heads on 4 key/value heads, D = V = 32, bf16, compression_rate 16, top_k 64. SDPA gets keys
-and values repeated for all heads, outside of the timing, or (gqa) repeats them itself. `beyond_mb` is memory beyond
-inputs and outputs, to be held against `kv_mb`, k and v together, and `qo_mb`, q or the output: forward below 2 kv_mb,
-backward below half of kv_mb + 2 qo_mb.
+and values repeated for all heads, outside of the timing, or (gqa) repeats them itself. `beyond_mb` is the memory beyond
+inputs and outputs. It should be below 2 kv_mb in forward and below half of kv_mb + 2 qo_mb in backward, with `kv_mb`
+the size of k and v together and `qo_mb` that of q, which is also that of the output.
 """
 
 import functools

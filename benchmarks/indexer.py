@@ -1,7 +1,7 @@
 """Benchmark index loss, sparse attention and lightning indexer against torch.compile of the reference and dense SDPA.
 
     python benchmarks/run.py --op indexer      the standard cases
-    python benchmarks/run.py --op indexer --only "gather"          what gathering rows can reach at all
+    python benchmarks/run.py --op indexer --only "gather"          the rate of gathering rows alone, a bound
     python benchmarks/run.py --op indexer --tune                   other tile sizes and options of the kernels
 
 Standard cases, bf16. Loss: B = 1, H = 16, C = 4,096, S = 8,192, D = 128, K = 512 and 2,048, chunk_offset 4,096, indices

@@ -1,4 +1,4 @@
-"""Measure the quality cost of a packed cache: rank runs of compare.py again as a service would, with packed keys.
+"""Measure the quality cost of a packed cache: evaluate runs of compare.py again, by a service with packed keys.
 
     python compare.py PLAN.yaml --out quality/                   trains the runs (dense, rotatekv, ...)
     python benchmarks/kv_cache.py quality/ --names dense,rotatekv --bits 2,4 --sinks 0,4

@@ -4,9 +4,9 @@
 
 Each checkout trains a small run and serves it, on the CPU, by its own serve.py. At each rate they are measured in
 turns: requests leave at fixed times, whether or not earlier ones are answered, half of them for lists, a quarter
-events, a fifth scores of 50 candidates, the rest histories. A service beyond the limit twice in a row gets no higher
-rate; the rate at which it passed is interpolated. Each result is a line of JSON, on standard output and in the file
---out.
+events, a fifth scores of 50 candidates, the rest histories. A service that is over the limit at two rates in a row is
+not measured at higher ones; the rate at which it reaches the limit is interpolated. Each result is a line of JSON, on
+standard output and in the file --out.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ RUN = [
     "model.max_seq_len=200", "device=cpu", "eval.every=0", "eval.patience=null",
 ]  # fmt: skip
 RATES = "40,50,60,70,85,100,120,140,170,200,240,280,340,400,480,560"
-ATTEMPTS = 2  # rates in a row beyond the limit that a service gets
+ATTEMPTS = 2  # rates in a row over the limit, after which a service is not measured at higher ones
 
 
 class Client:
@@ -60,7 +60,7 @@ class Client:
 
 @contextlib.contextmanager
 def serving(checkout: Path, folder: Path, wrapper: Path | None) -> Iterator[Client]:
-    """Yield the client of a service of the checkout, whose run is trained into `folder` or is there."""
+    """Yield the client of a service of the checkout; its run is trained in `folder`, unless the folder has it."""
     environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     run = folder / "run"
     if not (run / "result.json").exists():
@@ -95,7 +95,7 @@ async def prepare(client: Client) -> None:
 
 
 async def measure(client: Client, rate: float, seconds: float, seed: int) -> dict:
-    """Return percentiles of the latencies at a rate, and the answers that were no success."""
+    """Return percentiles of the latencies at a rate, the answers per second, and the number of failed requests."""
     rng, times, failed = np.random.default_rng(seed), [], 0
     some = rng.choice(client.items, CANDIDATES).tolist()
 
@@ -126,7 +126,11 @@ async def measure(client: Client, rate: float, seconds: float, seed: int) -> dic
 
 
 def passed(points: list[tuple[float, float]], limit: float) -> float | None:
-    """Return the rate at which p99 passes the limit, between the last point below it and the next, by logarithms."""
+    """Return the rate at which p99 reaches the limit, by log-log interpolation from the last point below the limit to
+    the next one; None if there is no point below or after.
+
+    points: (rate, p99) by ascending rate.
+    """
     below = [place for place, (_, p99) in enumerate(points) if p99 <= limit]
     if not below or below[-1] + 1 == len(points):
         return None

@@ -2,11 +2,11 @@
 
 Run it with `python benchmarks/train.py --parts`.
 
-Sequences of one length N, random items; 4 layers, E 256, 4 heads of 64, bf16 autocast, as many tokens a step whatever
-N. The step is timed as training runs it (CUDA graphs and all). Its parts come from the profile of a step outside of
-graphs: every kernel belongs to the part whose forward or backward pass launched it. `other` holds the kernels of no
-part, mostly sums of gradients. `ms` is the time of a step that waits for nothing: the host's time to launch it counts.
-`queued_ms` is that of steps that are queued one after another, as in training.
+Sequences of one length N, random items; 4 layers, E 256, 4 heads of 64, bf16 autocast, the same number of tokens a step
+for every N. The step is timed as training runs it, in CUDA graphs. Its parts come from the profile of a step outside of
+graphs: every kernel belongs to the part whose forward or backward pass launched it. `other` has the kernels of no part,
+mostly sums of gradients. `ms` is the time of a single step on an idle GPU, with the host's time to launch it.
+`queued_ms` is the time per step when steps are queued one after another, as in training.
 
 The bound: products at 790 TFLOP/s. Forward and backward of a projection are three, of causal attention seven (of pairs
 that the kind computes), of the loss five. Letters: T tokens, N sequence length, E embedding size, I items, K negatives.

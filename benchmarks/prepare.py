@@ -51,7 +51,7 @@ def generate_log(file: Path, rows: int, users: int, items: int) -> None:
 
 
 def generate(file: Path, rows: int) -> None:
-    """Write users one after another as in the original, but each user's events in no order of time."""
+    """Write users one after another as in the original, but each user's events not in the order of time."""
     import numpy as np
     import polars as pl
 

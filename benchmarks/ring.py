@@ -11,12 +11,12 @@ first, then times.
     torchrun --nproc-per-node 4 benchmarks/ring.py --cases ours --by ring,heads --ranks 2,4
                                                                      by both, over two and over four of the GPUs
 
-One causal sequence, bf16. Errors at --check tokens against fp64; those of ours may be at most BOUNDS, and twice
-those of SDPA on one GPU, else the exit code is 1. Rank 0 prints a JSON line for each case; times are medians of whole
-calls over which all ranks wait for each other. `efficiency` is the time of the same attention on one GPU over W times
-that of the ring: of ours for ours, of SDPA for the ring of SDPA. `extra_memory`: a rank's peak, inputs and all, over a
-W-th of that of one GPU with the whole sequence, less 1 (without --graph, which keeps its memory). Letters: N tokens, W
-ranks, H heads, D head size.
+One causal sequence, bf16. Errors are measured at --check tokens, against fp64; if one of ours is above its bound in
+BOUNDS, or above twice that of SDPA on one GPU, the exit code is 1. Rank 0 prints a JSON line for each case; times are
+medians over calls, from a barrier to the end of the slowest rank. `efficiency` is the time of the same attention on
+one GPU divided by W times the time of the ring (our attention for ours, SDPA for the ring of SDPA). `extra_memory` is a
+rank's peak memory, including inputs, divided by 1/W of the peak of one GPU with the whole sequence, minus 1 (not with
+--graph, since a graph keeps its memory). Letters: N tokens, W ranks, H heads, D head size.
 """
 
 import functools

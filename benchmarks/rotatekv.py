@@ -87,7 +87,7 @@ def run_packed(name, users, length, heads, size, queries, *options):
     cache = packed(k, v, offsets, *options)
     del k, v
     call = lambda: attend(name, q, q_offsets, cache, length)
-    return {"fwd": call} if "two stages" in name else with_replay(call)  # decompression asks the GPU how much there is
+    return {"fwd": call} if "two stages" in name else with_replay(call)  # decompression waits for a size from the GPU
 
 
 def run_sdpa(backend, users, length, heads, size, queries):

@@ -45,7 +45,7 @@ class Case:
     setup: Callable[[], dict[str, Callable[[], object]]]
     check: Callable[[], None] | None = None
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
-    outputs_mb: dict[str, float] = dataclasses.field(default_factory=dict)  # of a part: `beyond_mb` is the peak without
+    outputs_mb: dict[str, float] = dataclasses.field(default_factory=dict)  # by part: beyond_mb = peak_mb - outputs_mb
     note: str = ""
 
 

@@ -10,12 +10,12 @@
                                                              one batch by heads over four, in CUDA graphs
     python benchmarks/scale.py --config configs/ml-1m-hstu.yaml --items 1000000 parallel.embedding=row_wise
 
-The cases (CASES) and the options of each; --config measures another configuration. train.batch_size sequences for each
-rank, their lengths about as MovieLens 1M has them, cut at model.max_seq_len, or all of that length. The program prints
-a JSON line for each case: milliseconds of a step on the slowest rank (`queued`: the mean of --steps in a row; `median`:
-of steps that the host waits for), tokens of a step, the imbalance by predicted work, peak memory, versions. --profile
-adds where the GPU's time goes in a step. A case that fails leaves its traceback in its line, and the exit code is 1.
-benchmarks/scale_tables.py makes tables of the lines.
+The names are cases of CASES, each with its options; --config measures another configuration. Each rank has
+train.batch_size sequences, with lengths about as in MovieLens 1M, cut at model.max_seq_len, or all of that length. The
+program prints a JSON line for each case: milliseconds of a step on the slowest rank (`queued`: the mean of --steps in a
+row; `median`: of single steps, each of which the host waits for), tokens of a step, the imbalance by predicted work,
+peak memory, versions. --profile adds where the GPU's time goes in a step. The line of a case that fails has its
+traceback, and the exit code is 1. benchmarks/scale_tables.py makes tables of the lines.
 """
 
 import faulthandler
@@ -58,7 +58,7 @@ LONG += "attention: {kind: dense}}"
 BF16, ROWS = "train.autocast=bf16", "parallel.embedding=row_wise"
 
 
-# The kind of a step by whether it is one of ranks, and whether it is captured in CUDA graphs.
+# (Whether several ranks share a step, whether it is captured in CUDA graphs) -> the title of this kind of step.
 HOW = {
     (False, False): "uncaptured",
     (False, True): "captured",
@@ -68,7 +68,13 @@ HOW = {
 
 
 class Case(NamedTuple):
-    """A configuration, its overrides, those of ranks, the number of items, and whether all sequences are longest."""
+    """A configuration to measure.
+
+    overrides  for all steps
+    shared     further overrides for a step that ranks share
+    items      the number of items
+    longest    whether all sequences have the length model.max_seq_len
+    """
 
     config: str
     overrides: tuple[str, ...]

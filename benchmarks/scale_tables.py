@@ -1,11 +1,11 @@
-"""Print lines of benchmarks/scale.py as Markdown: weak scaling, and memory beside what is predicted without a GPU.
+"""Print lines of benchmarks/scale.py as Markdown: weak scaling, and memory compared with the prediction without a GPU.
 
     python benchmarks/scale_tables.py benchmarks/results/scale.jsonl
 
-Weak scaling is the tokens a second of each GPU of several, over those of one GPU with the same code (`shared`: the step
-of ranks; `shared, captured`: in CUDA graphs). Memory is the peak of the first rank's tensors, predicted as by
-`train.py --plan` for its largest batch; a captured step allocates nothing when it is replayed, and is left out. The
-last line of a step counts.
+Weak scaling is the tokens a second of each of several GPUs divided by those of one GPU with the same code (`shared`:
+the step that ranks share; `shared, captured`: the same in CUDA graphs). Memory is the peak of the first rank's tensors,
+predicted as by `train.py --plan` for its largest batch; captured steps are left out, since they allocate nothing when
+they are replayed. If several lines have the same step, the last one counts.
 """
 
 import json
@@ -76,7 +76,7 @@ def predicted(record: dict) -> int:
     """
     case = CASES.get(record["case"]) or Case(record["case"], (), (), record["items"])
     world, items, device = record["ranks"], record["items"], torch.device("cpu")
-    # With one rank `auto` stays, which asks for the step of several.
+    # A single rank keeps `auto`, so that it has the same step as several ranks.
     shared = "parallel.data=auto"
     words = [f"parallel.data={world}" if word == shared and world > 1 else word for word in record["overrides"]]
     config, longest = load_config(case.config, words), record.get("longest", case.longest)

@@ -1,7 +1,7 @@
 """Model training with 100 million items and 100 million users on 8 to 1,024 GPUs, from measured constants.
 
     python benchmarks/scaling.py                                   the tables of docs/scaling.md, in Markdown
-    python benchmarks/scaling.py --items 10000000 --tokens 32768   others
+    python benchmarks/scaling.py --items 10000000 --tokens 32768   with other numbers of items, and of tokens of a GPU
     python benchmarks/scaling.py --nvlink 200 --memory 80          with another bandwidth, on GPUs of 80 GB
     python benchmarks/scaling.py --measured FILE                   with the exchange in lines of benchmarks/scale.py
 
@@ -29,7 +29,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 GPUS = (8, 16, 64, 256, 1024)
 MEASURED_TOKENS = 65_536  # tokens of a step in both files
 SIZE, LENGTH, ATTENTION = 256, 2048, "dense both biases"  # 4 layers, 4 heads of 64, bf16 autocast
-OF_A_MACHINE = 8  # GPUs
+GPUS_OF_A_MACHINE = 8
 # NVIDIA H200 Tensor Core GPU, datasheet.
 GPU_BYTES = 141e9
 # Seconds of an exchange besides its bytes, and the bytes a second that a GPU then receives, on two H100s:
@@ -49,7 +49,7 @@ NEGATIVES = 128
 
 
 class Setting(NamedTuple):
-    """Way to train. loss: the items that a target competes with. fused: whether rowwise Adagrad updates the table."""
+    """A way to train. loss: the items that a target competes with. fused: whether rowwise Adagrad updates the table."""
 
     title: str
     loss: str
@@ -136,13 +136,13 @@ def rows_looked_up(setting: Setting, tokens: int, items: int) -> float:
 
 
 def measured_exchange(path: Path) -> tuple[float, float]:
-    """Return (seconds, bytes a second) of a rank's exchange by the cases on one rank and on two.
+    """Return (seconds of an exchange of no bytes, bytes a second), fitted to cases on one rank and on two.
 
-    The exchange's time is that by which two ranks are slower than one, plus the optimiser's time for the half of the
-    table that the other rank has. It is taken as linear in the bytes that a rank receives. torchrec's own work for the
-    exchange and waits of the host are part of it.
+    The time of an exchange is that of a step on two ranks minus that on one, plus the optimiser's time for the half of
+    the table that the other rank has. It is assumed to be linear in the bytes that a rank receives. It includes
+    torchrec's work for the exchange and the time for which the host waits.
     """
-    from benchmarks.scale import CASES  # imports torch, which the tables do without
+    from benchmarks.scale import CASES  # imports torch, which the tables do not need
     from training.config import load_config
     from training.ranks.sharding import distinct, num_looked_up
 
@@ -172,7 +172,7 @@ def step(setting: Setting, gpus: int, tokens: int, items: int, machine: Machine 
     """Return the step of one of G GPUs with T tokens each, the table row-wise."""
     step_record, share, row = measured_step(), tokens / MEASURED_TOKENS, 4 * SIZE
     shard, rows = items * row / gpus, rows_looked_up(setting, tokens, items)
-    elsewhere, outside = (gpus - 1) / gpus, max(0, gpus - OF_A_MACHINE) / gpus
+    elsewhere, outside = (gpus - 1) / gpus, max(0, gpus - GPUS_OF_A_MACHINE) / gpus
     # Rows arrive and their gradients are sent.
     moved = 2 * rows * row
     outputs = 0.0
@@ -237,7 +237,7 @@ def users(count: int, events: int, items: int, machine: Machine = MACHINE) -> It
     yield (
         f"{count:,} users of {events // count:,} events are {columns / 1e9:,.0f} GB of columns on the disk of each "
         f"machine, and {order / 1e9:,.1f} GB of order and offsets in each process, "
-        f"{OF_A_MACHINE * order / 1e9:,.0f} GB for a machine of {OF_A_MACHINE} GPUs."
+        f"{GPUS_OF_A_MACHINE * order / 1e9:,.0f} GB for a machine of {GPUS_OF_A_MACHINE} GPUs."
     )
 
 

@@ -221,7 +221,7 @@ def recomputed(recommender):
 
 
 def whole_batch(recommender, users, at, candidates=None):
-    """Return the batch of whole windows of users, with candidates [B, M] behind them for ranking."""
+    """Return the batch of whole windows of users, each followed by its candidates for ranking, [B, M]."""
     import torch
 
     from data.batch import Cut
@@ -299,7 +299,7 @@ def requests_of(results: Results, name: str, cache: str, device: str, count: int
     recommender = make(name, device, autocast="bf16", **options)
     longest, slide = recommender.window.capacity, recommender.window.slide
     warmup, sliding = 4, 3
-    # The last event that is timed without a slide is event N.
+    # The last event that is timed without a slide is the `longest`-th one.
     now = [fill(recommender, count, longest - warmup - repeats)]
     users, run = list(range(count)), recomputed(recommender)
     recommender.recommend(users, at=now[0])

@@ -54,7 +54,7 @@ def measure(results: Callable[..., None], options, pattern: str, ahead: bool) ->
 
     for count in (len(users), 1, 2, 4, 8):
         recommend(users[:count]).result()
-    while ahead and recommender.encode_ahead():  # a service has had the time of a quarter of a window
+    while ahead and recommender.encode_ahead():  # a service has time for this while a quarter of a window arrives
         pass
     encoded = recommender.statistics["tokens_encoded_ahead"]
     latencies: dict[str, list[float]] = {"append": [], "recommend": []}

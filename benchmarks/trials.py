@@ -8,7 +8,7 @@ process for each. A plan (`Plan` below) has a search for each data set, with the
 1. The first value of each option that `start` names.
 2. With `drawn`, that many settings that change all options at once, then together the values with the better mean
    effect.
-3. One option changed by one step at a time. A trial that is better by half a percent is where the search goes on from.
+3. One option changed by one step at a time. The search continues from a trial that is better by half a percent.
 4. The best few and the first settings with other seeds.
 
 A search with `judged` has no trials: its config is evaluated on the test split with those seeds.
@@ -50,7 +50,7 @@ from training.strict_yaml import parse_yaml, read_config
 BETTER = 1.005  # the search moves to a trial whose metric is at least this many times that of its settings so far
 WORTH = 0.002  # the mean effect, as a logarithm, from which on a value takes the place of the first one
 ENDING = 8.0  # seconds that workers have to end at the deadline
-ON_THE_WAY = 20.0  # seconds that a trial under way counts when time is shared among data sets
+RUNNING_SECONDS = 20.0  # the assumed time of a running trial, when time is shared among data sets
 
 
 class Search(Options):
@@ -67,13 +67,13 @@ class Search(Options):
     beside: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings that are tried once, on top of the first ones, by title."""
     drawn: int = Field(0, ge=0)
-    """The number of settings with a value of every option at random, each value as often as the others. `--table` tells
-    the effect of each value by all of them, so that little noise is left."""
+    """The number of settings with a random value of every option, each value as often as the others. `--table`
+    estimates the effect of each value from all of them, which averages out noise."""
     judged: list[int] = Field(default_factory=list)
     """The seeds with which `config` with `fixed` is judged on the test split, in place of all trials."""
     like: str | None = None
-    """The search on the same data whose best trial `--table` compares with, if the settings are meant for several data
-    sets; only drawn ones are tried."""
+    """The name of another search on the same data, for settings that are to suit several data sets: `--table` compares
+    the trials with the best one of that search. Only the first, `beside` and drawn settings are tried."""
     share: float = Field(1.0, gt=0)
     """The share of the time, relative to the other searches."""
     least: float = Field(20.0, ge=0)
@@ -99,12 +99,12 @@ class Trial(NamedTuple):
 
 
 def drawn_points(search: Search) -> list[dict[str, int]]:
-    """Draw `search.drawn` points; over them the counts of an option's values differ by at most one.
+    """Draw `search.drawn` points, in which the numbers of times of an option's values differ by at most one.
 
-    Options of two values, fewer than points, whose number is a power of two, make an orthogonal array: no effect is
-    mixed up with another one's. (Columns of a Hadamard matrix; products of two of the first few are not among them.)
-    With few options the first half of its points has each value equally often too. An array leaves out the first
-    settings, if they are one of its points.
+    If every option has two values, and the number of points is a power of two above the number of options, the points
+    are an orthogonal array: the effects of two options are not mixed. (Its columns are those of a Hadamard matrix,
+    first the ones that are not products of two of the others.) With few options, the first half of the points also has
+    each value equally often. An array leaves out the first settings.
     """
     count, first = search.drawn, {o: search.start.get(o, 0) for o in search.options}
     if count & (count - 1) == 0 and count > len(search.options) and {len(v) for v in search.options.values()} == {2}:
@@ -330,7 +330,7 @@ def run(plan: Plan, states: dict[str, State], options, began: float) -> None:
         nonlocal count
         if options.trials is not None and count >= options.trials:
             return False
-        for state in sorted(states.values(), key=lambda s: (s.seconds + ON_THE_WAY * s.running) / s.search.share):
+        for state in sorted(states.values(), key=lambda s: (s.seconds + RUNNING_SECONDS * s.running) / s.search.share):
             if left() < state.search.least or (trial := state.next()) is None:
                 continue
             arguments = [state.search.config, *assignments(state.settings(trial)), "--run", str(folder / str(count))]

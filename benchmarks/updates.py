@@ -5,10 +5,10 @@
     python benchmarks/updates.py table DIR
 
 `run` trains on the first part, updates that run with each further part, and trains anew on the last three CUT/k. A
-setting EPOCHS:REPLAY[:key=value...] is a chain of updates with these `train.update` options. Runs are judged under
-leave_one_out by the data so far; DIR/updates.jsonl gets a line for each as it ends, with its metrics on validation
-and test, the steps it took and those up to its best epoch. The folders CUT/k are prepared data: `run` needs no polars.
-`table` chooses the setting by the validation split, over all seeds and the last three updates.
+setting EPOCHS:REPLAY[:key=value...] is a chain of updates with these `train.update` options. Runs are evaluated
+under leave_one_out on the parts up to then; DIR/updates.jsonl gets a line for each run that ends, with its metrics on
+validation and test, the number of its steps and of those up to its best epoch. The folders CUT/k are prepared data:
+`run` needs no polars. `table` chooses the setting by the validation split, over all seeds and the last three updates.
 """
 
 import contextlib
