@@ -10,8 +10,8 @@ import sys
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
-# NumPy's products, of which interpreted kernels are full: read when it is first imported. Threads that wait for a core
-# cost more than they compute. Workers inherit what the process that starts them has set for itself.
+# The threads of NumPy's products, of which interpreted kernels consist; NumPy reads this when it is first imported.
+# Threads that wait for a core cost more than they compute. A worker inherits the variable and sets it again.
 os.environ["OPENBLAS_NUM_THREADS"] = str(THREADS)
 
 import pytest  # noqa: E402
@@ -55,7 +55,7 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
-    """Each process has one GPU, and its share of it, so that a test that asks for too much fails, not one beside it."""
+    """Give each process one GPU and a share of its memory, so that only a test that allocates too much fails."""
     import torch
 
     if CUDA_ERROR in item.config.stash:

@@ -20,7 +20,7 @@ def test_from_where_a_kind_overtakes():
 def test_measured_in_two_parts(tmp_path, capsys):
     out = tmp_path / "c.jsonl"
     sizes = ["--tokens", "64", "--items", "20", "--size", "16", "--layers", "1", "--heads", "2", "--repeats", "1"]
-    # A window is no option of softmax attention: told in the record, and the others go on.
+    # Softmax attention has no option x: the record has the error, and the other kinds are measured.
     kinds = {
         "dense": crossover.KINDS["dense"],
         "softmax": crossover.KINDS["softmax"],

@@ -1,4 +1,4 @@
-"""Test benchmarks/grid.py: the runs of comparisons by processes that make one after another."""
+"""Test benchmarks/grid.py: worker processes that train the runs of comparisons one after another."""
 
 import json
 
@@ -56,7 +56,7 @@ def test_runs_are_those_of_the_program_and_are_not_repeated(plan, tmp_path, caps
 
 @pytest.mark.parametrize("name", ["indexer", "htree"])
 def test_the_plans_of_groups_have_the_defaults(name):
-    """The setting behind softmax is what `auto` means; no setting sees all of its tokens by its choice."""
+    """The setting after softmax has the values of `auto`; no setting chooses as many tokens as a sequence has."""
     _, first, *others = grid.load_plan(grid.Path(f"configs/compare/{name}-groups.yaml")).settings.values()
     for config in (first, *others):
         kind = config.model.attention[0]

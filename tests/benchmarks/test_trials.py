@@ -38,7 +38,7 @@ def plan(tmp_path):
 
 
 def tried(state, better=()):
-    """All trials of a search in their order, each told at once; those whose point is in `better` are an improvement."""
+    """Return all trials of a search in order; each is recorded at once, an improvement if its point is in `better`."""
     trials_ = []
     while (trial := state.next()) is not None:
         trials_.append((trial.title, *trial.point.values()))
@@ -57,7 +57,7 @@ def test_a_search_changes_one_option_by_a_step_and_goes_on_from_what_is_better()
     assert state.best == better[1]
 
 
-def test_what_two_trials_at_a_time_found_better_is_tried_together():
+def test_improvements_of_concurrent_trials_are_tried_together():
     state = State("s", Search(config="", options={"a": [0, 1], "b": [0, 1]}))
     first, a, b = (state.next() for _ in range(3))
     for trial, value in ((first, 1.0), (a, 1.1), (b, 1.2)):
@@ -65,7 +65,7 @@ def test_what_two_trials_at_a_time_found_better_is_tried_together():
     assert state.best == {"a": 0, "b": 1} and state.next() == Trial("b", {"a": 1, "b": 1}, {})
 
 
-def test_little_better_cut_off_or_beside_leads_nowhere():
+def test_small_gains_ended_trials_and_beside_settings_do_not_move_the_search():
     state = State("s", Search(config="", options={"a": [0, 1]}, beside={"x": {"k": 1}}))
     first, beside, a = (state.next() for _ in range(3))
     state.record(first, 1.0, True)
@@ -117,7 +117,7 @@ def test_trials_and_judged_runs_of_a_plan_are_written_as_they_end(plan, tmp_path
         ("two:train.lr=1", "two:train.lr=1: expected SEARCH:key=value with one of one"),
     ],
 )
-def test_what_cannot_be_is_told_before_a_trial_begins(plan, tmp_path, setting, message):
+def test_impossible_settings_are_refused_before_the_first_trial(plan, tmp_path, setting, message):
     with pytest.raises(ConfigError, match=message):
         trials.main([str(plan), setting, "--out", str(tmp_path / "out")])
 

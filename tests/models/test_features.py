@@ -115,7 +115,7 @@ def with_cold_items(dataset: Dataset, seed: int) -> Dataset:
     ("loss", "head"), [*((loss, "dot") for loss in LOSSES), ("cross_entropy", "mol"), ("sampled_softmax", "mol")]
 )
 def test_items_without_a_training_event_change_no_training_loss(loss, head):
-    """Must-hold: losses are bit-identical with and without these items, for all losses."""
+    """Losses must be bit-identical with and without these items, for all losses."""
     model = CONFIG["model"] | {"dropout": 0.2, "id_dropout": 0.2}
     config = configured(loss=LOSSES[loss], model=model | ({"head": MOL} if head == "mol" else {}))
     dataset = with_made_up_features(generate(**SIZES))

@@ -103,7 +103,7 @@ def test_gradient_of_the_projection(monkeypatch, at_once):
     [("cross_entropy", 0.2), ("sampled_softmax", 0.2), ("mixed_negatives", 1.0), ("cross_entropy", 1.0)],
 )
 def test_vectors_of_items_without_a_training_event_change_no_training_loss(loss, id_dropout):
-    """Must-hold: losses are bit-identical with and without these items."""
+    """Losses must be bit-identical with and without these items."""
     model = CONFIG["model"] | {"dropout": 0.2, "id_dropout": id_dropout, "vector_correction": 2}
     config = configured(loss=LOSSES[loss], data=DATA, model=model)
     dataset = with_vectors(generate(**SIZES))

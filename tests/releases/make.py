@@ -37,7 +37,7 @@ data:
 model: {block: hstu, max_seq_len: 16, embedding_dim: 8, num_layers: 1, num_heads: 1, attention: {kind: dense}}
 train: {epochs: 2, batch_size: 8, lr: 1e-2, checkpoint_seconds: 1000}
 """
-# What is written for people or for a process, and a checkpoint of no step.
+# Files that are written for people or for a running process, and the checkpoint before the first step.
 LEFT_OUT = ("tensorboard", "report.md", "report.html", "*.[ps][nv]g", ".*.lock", ".lock", "checkpoints/step-00000000")
 STORE = """
 from serving import Recommender

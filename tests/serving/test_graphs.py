@@ -29,7 +29,7 @@ CASES = [
 def play(served, other, config, rounds, same, most=90):
     """Send two recommenders the same events and requests; same(found, expected) compares their answers.
 
-    most: candidates that a request has fewer of.
+    most: a request has fewer candidates than this.
     """
     rng, now = np.random.default_rng(0), 0
     reads = config.task.kind == "ranking" or config.model.action_embedding

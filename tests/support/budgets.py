@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Lengths of the sequences of one batch, and N: the cases of DESIGN 2.9. Small enough for the interpreter.
+# Name -> (lengths of the sequences of a batch, N), small enough for the interpreter.
 EDGE_CASES: dict[str, tuple[tuple[int, ...], int]] = {
     "empty batch": ((), 16),
     "all sequences empty": ((0, 0), 16),
@@ -140,10 +140,11 @@ def assert_within_budget(
         lossy: the reference's result for the same inputs in the same dtype.
         exact: the reference's result in fp64.
         floor: an error relative to the size of `exact` that is always allowed; defaults to two roundings of the dtype.
-            A few numbers need more: the reference's error on n of them is known to 1/sqrt(n), and may be 0 by chance on
-            one.
-        terms: returns the size of the terms that cancel in `exact`, if nearly all may: for its elements, or a number
-            for all. The floor is relative to it if that is larger. Called if the error is over the budget without it.
+            Few numbers need a larger floor: the reference's error, estimated from n numbers, has a relative uncertainty
+            of 1/sqrt(n), and on a single one it may be 0 by chance.
+        terms: a function that returns the size of the terms that cancel in `exact`, if nearly all may: a tensor with
+            its shape, or one number. The floor is relative to this size if it is larger than that of `exact`. The
+            function is only called if the error is over the budget without it.
 
     Two errors are compared with the budget: the norm of the difference, and its largest element (with twice the
     allowance, since a maximum varies more).

@@ -1,7 +1,7 @@
-"""Start functions as processes forked from one process that has imported what they need: that takes seconds each time.
+"""Start functions as processes forked from one process that has imported what they need, since imports take seconds.
 
-This is multiprocessing's own forkserver, of which a process of tests has one. What a new Python does, as to read the
-environment when it imports torch, needs `subprocess`.
+This is the forkserver of multiprocessing, one for each process of tests. Tests of what a new Python process does, such
+as reading the environment when it imports torch, need `subprocess`.
 """
 
 import multiprocessing
