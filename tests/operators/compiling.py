@@ -43,10 +43,10 @@ def compiled(names: Iterable[str], architectures: Iterable[int], lowered: bool =
 
 
 def compile_operator(name: str, arch: int, lowered: bool = False):
-    """Return kernels as `report` has them: of every case on sm_90, of the first case of each kernel elsewhere.
+    """Return the reports of compiled kernels: of every case on sm_90, elsewhere of the first case of each kernel.
 
-    Compiling takes long. A case that leaves sm_90 out was chosen for the other tested architecture, where all of its
-    kernels are compiled. lowered: compile the first case of each kernel, up to Triton's GPU dialect.
+    Compiling more takes long. A case that leaves out sm_90 was chosen for the architecture that it has; all of its
+    kernels are compiled there. lowered: compile the first case of each kernel, up to Triton's GPU dialect.
     """
     from tools.ahead import compile_launches, lower_launches
 

@@ -19,8 +19,8 @@ def run_ranks(
 ) -> list:
     """Return function(rank, *arguments) of every rank; if a rank raises, its exception takes the place of the result.
 
-    function: importable. hanging: a rank that does not return, and is killed once the others have; None is its result.
-    seconds: after which processes that still run are killed too. timeout: of the process group.
+    function: importable. hanging: a rank that does not return; it is killed once the others have returned, and its
+    result is None. seconds: the time after which all remaining processes are killed. timeout: of the process group.
     """
     context = forkserver()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,6 @@
-"""Cases of ring attention, what a rank computes of one, and what a single process does. Letters: B sequences, N tokens
-of each on a rank, T tokens, H heads of queries, Hkv of keys, D head size, W ranks.
+"""Define cases of ring attention; compute them on ranks and in a single process.
+
+Letters: B sequences, N tokens of each on a rank, T tokens, H heads of queries, Hkv of keys, D head size, W ranks.
 """
 
 import torch
@@ -34,7 +35,7 @@ CASES = [(form, option) for form in FORMS for option in OPTIONS] + [(form, "caus
 
 
 def lengths_of(form: str, world: int, longer: int = 1) -> list[int]:
-    """Whole sequences: of one length, divisible among the ranks, or uneven, some shorter than there are ranks."""
+    """Return the lengths of whole sequences: equal and divisible by `world`, or uneven, some less than `world`."""
     return [37 * longer, 3, 0, 26 * longer, 1] if "varlen" in form else [8 * world * longer] * 2
 
 
@@ -48,7 +49,7 @@ def inputs(
     longer: int = 1,
     dtype: torch.dtype | None = None,
 ):
-    """Whole q, k, v [T, heads, D], the output's gradient, offsets, and the keywords; dtype: instead of the option's."""
+    """Return whole q, k, v [T, heads, D], the output's gradient, offsets and keywords; dtype: replaces the option's."""
     keywords = {"kv_heads": heads, "dtype": "float32"} | OPTIONS[option]
     kv_heads, own_dtype = keywords.pop("kv_heads"), getattr(torch, keywords.pop("dtype"))
     lengths = lengths_of(form, world, longer)

@@ -25,8 +25,8 @@ CASES = {
     "fp32": ("zigzag varlen", "causal", torch.float32),
 }
 HSTU_CASES = {"hstu": "both biases, several sequences", "hstu zigzag": "zigzag"}
-# Head size, and how many times as long the sequences are as over gloo: several tiles in every piece. Kernels with all
-# options and those of fp32 would compile for a minute at 128.
+# LONGER: the sequences are so many times as long as in the tests over gloo, so that every piece has several tiles.
+# SMALLER: the head sizes of kernels that would compile for a minute at 128.
 LONGER = 24
 SMALLER = {"all options": 32, "fp32": 32}
 BOUNDS = {

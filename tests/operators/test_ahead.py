@@ -18,7 +18,7 @@ def test_each_architecture_gets_kernels_of_its_own():
     assert names[80] == 2 * first
 
 
-def test_what_was_said_of_machine_code_is_kept(monkeypatch, tmp_path):
+def test_results_for_machine_code_are_cached(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     computed = []
 
@@ -34,7 +34,7 @@ def test_what_was_said_of_machine_code_is_kept(monkeypatch, tmp_path):
     assert say(b"one")["registers"] == 3
 
 
-def test_a_descriptor_made_of_what_another_left_is_found():
+def test_a_descriptor_with_a_stale_register_is_found():
     """A descriptor as ptxas made it: its lower half is a stale register, its upper half should begin with 0."""
     forgotten = """
         /*3b50*/                   R2UR UR11, R149 ;
@@ -49,7 +49,7 @@ def test_a_descriptor_made_of_what_another_left_is_found():
     assert wrong in unset_registers(wrong)
 
 
-def test_a_descriptor_made_of_another_register_is_found():
+def test_a_descriptor_with_another_register_is_found():
     """A descriptor as ptxas made it: both halves begin with the address of shared memory, the lower one in bytes."""
     wrong = "/*6880*/                   UIADD3.X UR7, UR36, -0x7fffffe0, URZ, UP0, !UPT ;"
     forgotten = f"""
@@ -64,7 +64,7 @@ def test_a_descriptor_made_of_another_register_is_found():
     assert unset_registers(set_before + forgotten.replace("UR36, -0x", "UR4, -0x")) == []
 
 
-def test_a_reload_in_front_of_its_store_is_found():
+def test_a_reload_before_its_store_is_found():
     """A reload as ptxas placed it: the slot was released before, and its value is stored four instructions later."""
     wrong = "/*44d40*/                   LDL.LU.S16 R252, [R1+0x38] ;"
     lines = [
@@ -77,7 +77,7 @@ def test_a_reload_in_front_of_its_store_is_found():
     assert early_reloads("\n".join(lines)) == [wrong]
     right = [*lines[:2], lines[3], lines[2], lines[4]]
     assert early_reloads("\n".join(right)) == []
-    # After a label, the instructions in front of it are only one of the ways to it.
+    # A label can be reached from elsewhere, without the instructions in front of it.
     assert early_reloads("\n".join([*lines[:2], ".L_x_3:", *lines[2:]])) == []
 
 

@@ -58,7 +58,7 @@ def test_by_hand():
 
 
 def test_bias_by_hand():
-    """Repeat test_by_hand's blocks with both tables: a block stands at its middle, which is its second token."""
+    """Repeat test_by_hand's blocks with both tables: the place of a block is its middle, its second token."""
     q = torch.tensor([1.0, 1.0, 1.0, 2.0], dtype=torch.float64).view(4, 1, 1)
     k = torch.tensor([1.0, 3.0, -1.0, 0.5], dtype=torch.float64).view(4, 1, 1)
     v = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64).view(4, 1, 1)

@@ -166,7 +166,7 @@ def test_popular_blocks_are_split():
 
 @pytest.mark.parametrize("group", [1, 2, 64])
 def test_memory(group):
-    """Peak beyond inputs, outputs and gradients: at most 1.5 times q, k and v together (DESIGN 4.2 at T = 131,072)."""
+    """Peak beyond inputs, outputs and gradients: at most 1.5 times q, k and v together."""
     T, H, D = 131072, 4, 128
     q, k, v = (torch.randn(T, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     gates = [torch.rand(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]

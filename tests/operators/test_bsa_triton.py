@@ -182,7 +182,7 @@ def test_long_lists_are_cut_into_chunks():
     agree(inputs, offsets, N, shape)
 
 
-@pytest.mark.slow  # that of the bias below runs the same operators
+@pytest.mark.slow  # test_bias_opcheck runs the same operators
 def test_opcheck():
     import hstu_sparse.bsa.launch
     import hstu_sparse.bsa.plan  # noqa: F401  both register operators
@@ -257,14 +257,14 @@ def test_a_plan_that_does_not_fit_is_refused():
     ],
 )
 def test_tiles_of_few_buckets(group, gap, buckets):
-    """Times at even distances: chosen blocks of one bucket, of a few, and of more seconds than fp32 counts."""
+    """Evenly spaced times: chosen blocks that span one bucket, a few, or more seconds than fp32 represents exactly."""
     case = named("query-major, whole block")
     case |= dict(lengths=(100,), max_seq_len=100, selection_group=group)
     check("cpu", **case, position=True, buckets=buckets, gap=gap)
 
 
-def test_mean_keys_taken_fewer_at_once_than_the_map_has_them():
-    """Heads of more than 128 in fp32: tiles of 16 mean keys, where 32 of them reach one edge of time at most."""
+def test_tiles_with_fewer_mean_keys_than_the_map_of_time_buckets():
+    """Heads of more than 128 in fp32: tiles have 16 mean keys; the map's tiles of 32 span at most one bucket edge."""
     inputs, offsets, N, shape = problem((530,), 530, 16, 1, 0, 8, 1, 16, 130)
     q, k, v, *gates = inputs.values()
     times = make_timestamps((530,))

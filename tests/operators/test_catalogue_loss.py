@@ -299,7 +299,7 @@ def test_kernels_agree_with_the_reference(name):
 
 
 EACH = [name for name in CASES if "each token, " in name or "weights, negatives of each" in name]
-# The sum in order of the items' gradient, which takes seconds, knows nothing of these.
+# These cases do not change the ordered sum of the items' gradient, which takes seconds.
 SUMMED = ("negatives of each token, all ignored", "weights, negatives of each token")
 SORTED = [pytest.param(name, "sorted", marks=pytest.mark.slow if name in SUMMED else []) for name in EACH]
 

@@ -9,7 +9,7 @@ from tests.random.cases import NAMES
 
 pytest.importorskip("triton")
 
-# Where all architectures take long, two halves, so that two workers can share them; where they take seconds, together.
+# Operators that take long are compiled in two parts, so that two workers share them; those that take seconds, in one.
 LONG = ("bsa", "catalogue_loss", "dense", "indexer")
 SHORT = ("embed_inputs", "norm_gate", "residual", "rotary", "silu_parts")
 PARTS = [

@@ -173,7 +173,7 @@ def few_near_blocks(monkeypatch):
     ],
 )
 def test_narrow_tiles_of_the_time_bias(few_near_blocks, gap, features):
-    """Timestamps even enough that tiles away from the diagonal span few buckets; with large gaps, too long for that."""
+    """Evenly spaced times: tiles away from the diagonal span few buckets, but with large gaps too many seconds."""
     x = inputs((180,), 190, heads=1, features=features)
     x["timestamps"] = 1_400_000_000 + gap * torch.arange(180)
     if "query_times" in features:

@@ -305,9 +305,9 @@ def test_the_gate_opens_here():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tables_far_apart_in_size(dtype):
-    """Rows of do and v of very different sizes, whose product bounds the exact sums.
+    """Rows of do and v have very different sizes, and the greatest of their products scales the exact sums.
 
-    The integers resolve a 2^21th of the greatest term there can be, so entries that only small rows reach are lost.
+    The integers have a resolution of 2^-21 of the greatest possible term, so entries that sum only small rows are lost.
     """
     x = inputs((300, 217), 400, features=("position", "time"), dtype=dtype)
     x["v"] = x["v"] * torch.logspace(-3, 2, 517, device="cuda")[:, None, None].to(x["v"])

@@ -96,7 +96,7 @@ OPTIONS = {
     "window": dict(causal=False, window=(9, 5), kv_heads=1),
     "dropout": dict(dropout=0.25, alibi="sequences", contiguous=False),
 }
-# All lengths with the first options, and with the others those that have the most kinds of tiles.
+# With the first options no case is marked slow, with the others all but these.
 FAST = ("empty batch", "all sequences empty", "an empty sequence in the middle")
 CASES = [
     pytest.param(options, case, marks=[] if options == "causal" or case in FAST else pytest.mark.slow)
@@ -162,8 +162,8 @@ def test_with_and_without_a_maximum(large):
     assert bounded.tolist() == [True, True, large == 1, large == 1]
 
 
-def test_what_is_known_is_not_lost_beside_no_maximum():
-    """The scores of the first step are far below 0; those of the second are bounded, and some of its rows see none."""
+def test_rows_without_keys_in_a_later_step_keep_their_output():
+    """The first step has scores far below 0; the second uses bounds as maxima, and some rows see none of its keys."""
     launch = pytest.importorskip("hstu_sparse.flash.launch")
     q, k, v = torch.ones(70, 1, 16, device=DEVICE), *(make_jagged([70], (1, 16), device=DEVICE, seed=i) for i in (1, 2))
     k[:40] -= 20.0

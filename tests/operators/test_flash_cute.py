@@ -46,7 +46,7 @@ def test_refusals(attend, changes, message):
         attend(q, k, v, make_offsets([5, 3]), backend="cute", **case)
 
 
-def test_an_unknown_backend_is_told_of_it():
+def test_an_unknown_backend_is_refused():
     q = make_jagged([5], (2, 16))
     with pytest.raises(ValueError, match="one of auto, triton, reference, cute, got 'foo'"):
         flash_attention(q, q, q, make_offsets([5]), backend="foo")

@@ -18,10 +18,10 @@ interpreter = pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need TR
 TIMES = torch.arange(T) * 60
 BIAS = RelativeBias(random(N), random(5), TIMES, TIMES)
 BIASED = ("hstu_attention", "bsa_attention", "ring_hstu_attention")
-# These read values, since what they return is no tensor or has a size that follows from them.
+# These read their inputs' values, since they return no tensor, or a tensor whose size depends on the values.
 READ_VALUES = ("ring_plan", "whole_plan", "cut_sequences", "calibrate")
 CACHES = ("rotatekv", "paged", "mustafar")
-# References that lay sequences out by their lengths, and rings, whose plans are numbers.
+# References that pad sequences to their lengths, and rings, whose plans are Python numbers, read the offsets.
 READ_OFFSETS = ("hstu_attention", "lightning_indexer", "index_scores", "sparse_attention", "indexer_loss")
 READ_OFFSETS += ("ring_hstu_attention", *(name for name in VALID if "ring_flash_attn" in name and "varlen" not in name))
 
@@ -85,7 +85,7 @@ KERNELS = [name for name, arguments in VALID.items() if name in hstu_sparse.__al
 KERNELS = [name for name in KERNELS if not name.startswith((*CACHES, "attention_plan", "heads_to"))]
 
 
-# Without gradients the calls of these differ from the others' in kernels alone, which take seconds.
+# Without gradients, the calls of these operators differ from the others only in the kernels, which take seconds.
 LONG = ("htree_attention", "bsa_attention", "lightning_indexer")
 UNGRADED = [pytest.param(name, False, marks=pytest.mark.slow if name in LONG else []) for name in KERNELS]
 

@@ -29,8 +29,8 @@ def problem(lengths, N, heads, kv_heads, D, V, rate, top_k, **options):
     return make_inputs(lengths, heads, kv_heads, D, V, **options), make_offsets(lengths), N, rate, top_k
 
 
-# The interpreter takes five seconds and more for each of these, which differ from others in sizes alone; siblings
-# without groups are those of test_queries_turned_step_by_step.
+# The interpreter takes at least five seconds for each of these cases, which differ from others only in sizes;
+# test_queries_turned_step_by_step covers siblings without groups.
 LONG = {
     "tiles of siblings",
     "two layers, around r^k", "three layers", "four layers around r^k, groups of 4", "groups of 16",

@@ -224,7 +224,7 @@ def test_the_loss_gradient_of_a_retained_graph(backend):
 
 @pytest.mark.parametrize("width", [16, 64, 128])
 def test_blocks_of_key_heads_are_powers_of_two(width, monkeypatch):
-    """Also where their number is none; the interpreter has blocks of its own."""
+    """The number of key heads need not be a power of two. The interpreter has other blocks, so it is patched."""
     from hstu_sparse.indexer import attention, choices
     from hstu_sparse.indexer import loss as losses
 
@@ -239,7 +239,7 @@ def test_blocks_of_key_heads_are_powers_of_two(width, monkeypatch):
 
 
 @interpreter
-def test_scores_kept_and_gathered_again_give_one_loss():
+def test_saved_and_gathered_scores_give_the_same_loss():
     from hstu_sparse.core.launch import LaunchConfig, override
     from hstu_sparse.indexer.loss import loss_config
 
@@ -263,7 +263,7 @@ def test_scores_kept_and_gathered_again_give_one_loss():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_token_that_counts_makes_a_loss_of_zero(backend):
+def test_the_loss_without_valid_tokens_is_zero(backend):
     offsets, none = make_offsets((0, 0)), torch.zeros(0, 2, dtype=torch.int32)
     x = inputs((3,), dtype=torch.float32)
     scores = torch.zeros(3, 2, requires_grad=True)
@@ -338,7 +338,7 @@ def test_ties_are_exact(kind, backend, monkeypatch):
 
 @interpreter
 def test_the_sample_spares_the_refill(monkeypatch):
-    """On random scores no row has too few or too many candidates, so the kernel that corrects such rows has none."""
+    """On random scores no row has too few or too many candidates, so the kernel that corrects such rows gets none."""
     from hstu_sparse.indexer import topk
 
     counts = []

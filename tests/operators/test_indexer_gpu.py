@@ -128,7 +128,7 @@ def test_choice_of_each_distribution(kind, top_k):
 
 
 def test_the_sample_rarely_misleads(monkeypatch):
-    """At the size of the benchmark's keys hardly a row needs the kernel that walks over its keys again."""
+    """With as many keys as in the benchmark, hardly any row needs the kernel that reads its keys again."""
     from hstu_sparse.indexer import launch_indexer, topk
 
     seen = []
@@ -206,7 +206,7 @@ def test_another_batch_compiles_nothing_and_nothing_waits(group):
     def count():
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
-    step((900, 300), "default")  # the cells that find time buckets go to the GPU once
+    step((900, 300), "default")  # the table that finds time buckets is copied to the GPU once
     before = count()
     assert before >= 9
     for lengths in ((901, 300), (16, 700, 1, 0), (1600,), (17, 16, 1000)):
@@ -223,8 +223,8 @@ def test_one_graph():
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_the_loss_keeps_nothing_of_the_heads():
-    """Forward and backward of a padded chunk in the room of little more than the gradient."""
+def test_the_loss_saves_nothing_for_each_head():
+    """Forward and backward of a padded chunk allocate little more memory than the gradient."""
     from hstu_sparse.compat import compute_index_loss_sparse
 
     rows, keys, top_k = 1024, 4096, 1024

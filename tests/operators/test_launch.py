@@ -150,8 +150,8 @@ def test_every_call_gets_the_kernel_that_triton_would_give_it():
         for arguments, settings in CALLS:
             launch.run(kernel, (5, 2), *arguments, **settings)
     keys = [kernel.key_of(*arguments, **settings) for arguments, settings in CALLS]
-    # No kernel is made twice but where a default is written out, each is then launched by itself and gets all
-    # parameters.
+    # Each kernel is dispatched once (twice if a default is also written out). Later calls launch it directly and pass
+    # all parameters.
     assert set(kernel.dispatched) == set(keys) and len(kernel.dispatched) <= len(set(keys)) + 1
     assert len(kernel.dispatched) + len(kernel.launched) == 2 * len(CALLS)
     for (arguments, settings), (grid, key, passed) in zip(CALLS, kernel.launched[-len(CALLS) :], strict=True):
@@ -210,7 +210,7 @@ def test_what_launches_without_run_is_found():
     assert launched_without_run(code) == [1, 2, 3, 4, 5]
 
 
-def test_rooms_launch_by_run_alone():
+def test_kernels_are_launched_only_by_run():
     files = [
         file for file in (ROOT / "hstu_sparse").rglob("*.py") if file.name != "launch.py" or file.parent.name != "core"
     ]

@@ -67,7 +67,7 @@ def test_it_stays_behind(kind, name, backend, value):
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
 @pytest.mark.parametrize("negatives", [None, torch.tensor([5, 1]), torch.tensor([[5, 1]] * 4)], ids=["all", "K", "TK"])
 @pytest.mark.parametrize(("which", "row"), [("out", 0), ("items", 0), ("items", 5)])
-def test_catalogue_loss_is_no_number_then(which, row, negatives, backend):
+def test_catalogue_loss_is_nan(which, row, negatives, backend):
     inputs = {"out": torch.randn(4, 16), "items": torch.randn(9, 16), "targets": torch.tensor([0, 8, -1, 3])}
     inputs[which][row] = NAN
     assert hs.catalogue_loss(**inputs, temperature=0.1, negatives=negatives, backend=backend).isnan()
@@ -75,7 +75,7 @@ def test_catalogue_loss_is_no_number_then(which, row, negatives, backend):
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
 @pytest.mark.parametrize("name", ["q", "k", "scores"])
-def test_indexer_loss_is_no_number_then(name, backend):
+def test_indexer_loss_is_nan(name, backend):
     inputs = {"q": torch.randn(5, 2, 16), "k": torch.randn(5, 16), "scores": torch.randn(5, 2)}
     inputs[name][0] = NAN
     chosen = torch.tensor([[0, -1], [0, 1], [0, 2], [1, 3], [2, 4]])
@@ -83,7 +83,7 @@ def test_indexer_loss_is_no_number_then(name, backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreter)])
-def test_cache_attention_is_no_number_then(backend):
+def test_cache_attention_is_nan(backend):
     k, v, offsets = torch.randn(5, 2, 16), torch.randn(5, 2, 16), torch.tensor([0, 5])
     k[1] = NAN
     cache = hs.rotatekv_compress(k, v, offsets, sink_tokens=2, backend=backend)

@@ -88,7 +88,7 @@ def test_codes_are_those_of_the_round_trip(backend):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_padding_of_a_batch_is_dropped(name, backend):
-    """New tokens of sequences whose row is -1 go nowhere; a row of -1 may hold no token."""
+    """New tokens of a sequence whose pages are -1 are not written; it must have no earlier tokens."""
     if backend == "triton" and name == "bf16":
         name, format = "fp32", PageFormat(2, 16, 32)
     else:
@@ -101,7 +101,7 @@ def test_padding_of_a_batch_is_dropped(name, backend):
     pool.write(0, k, v, *where, backend=backend)
     pool.write_timestamps(torch.arange(40), *where, backend=backend)
     assert all(map(torch.equal, before, (*pool.tensors[0].values(), pool.timestamps)))
-    # Beside them others are written as ever.
+    # Other sequences of the same batch are written.
     pages[0, : len(rows[0])] = pool.table(rows[:1])[0]
     pool.write(0, k, v, offsets, pages, torch.tensor([20, 0]), backend=backend)
     pool.write_timestamps(torch.full((40,), 1000), offsets, pages, torch.tensor([20, 0]), backend=backend)
@@ -143,7 +143,7 @@ def test_sizes_are_what_is_allocated():
 
 
 def test_codes_take_a_sixth_of_bf16():
-    """Heads of 64, two bits and four sinks: what capacity planning counts on."""
+    """Check the ratio that capacity planning assumes, for heads of 64, two bits and four sinks."""
     full = PageFormat(4, 64, 64, torch.bfloat16)
     codes = PageFormat(4, 64, 64, torch.bfloat16, bits=2, sink_tokens=4)
     assert full.bytes(200, 8) > 5 * codes.bytes(200, 8)

@@ -69,9 +69,9 @@ def lost(rank, when, how):
     return message(call)
 
 
-# The group's timeouts in seconds, where nothing else ends the wait: for a rank that hangs, that is gone before it was
-# connected to, or sends another length. A rank that lives must not be so late between two messages of a few bytes;
-# where one was, on a busy machine, the second decides.
+# Timeouts of the process group in seconds, for waits that nothing else ends: for a rank that hangs, that ended before
+# it was connected to, or that sends another length. A working rank may also be later than TIMEOUT on a busy machine, so
+# a failed check is repeated with LONG.
 TIMEOUT, LONG = 2, 60
 
 

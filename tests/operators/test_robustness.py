@@ -16,7 +16,7 @@ from tests.hostile.operators import VALID, function, random
 
 NAN = float("nan")
 HUGE = 10**400
-# Functions of another form of one in VALID, and those that are no operators.
+# Functions that are another form of an operator in VALID, and functions that are not operators.
 SAME = {name for name in compat.__all__ if "packed" in name} | {
     "TritonHSTUBSAAttention",
     "mustafar_decompress_with_hadamard_inverse",
@@ -136,7 +136,7 @@ def test_switches_are_true_or_false(name, switch, value):
         function(name)(**VALID[name] | {switch: value})
 
 
-# Without those that round on the way: a cache to its few bits, and a layer of two operators between them.
+# These also round in between: a cache to its few bits, and a layer between its two operators.
 ROUNDING = (
     *("rotatekv_compress", "rotatekv_attention", "rotatekv_decompress", "rotatekv_self_attention"),
     "triton_hstu_attention_with_bsa",
@@ -178,7 +178,7 @@ def test_16_bits_are_computed_with_in_fp32(name, dtype):
         assert torch.equal(x.nan_to_num(), y.to(x.dtype).nan_to_num())
 
 
-def test_what_is_ordinary_overflows_nowhere_on_the_way():
+def test_ordinary_inputs_overflow_nowhere():
     """Test fp16 inputs with scores, sums of a block or squares beyond 65504."""
     half = torch.float16
     large, v, offsets = (

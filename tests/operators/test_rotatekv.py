@@ -92,7 +92,7 @@ def test_clipped_codes_by_hand():
 
 
 def test_clipping_helps_few_codes():
-    """Among numbers as a rotation leaves them the greatest are rare: 2 bits lose a third less without them."""
+    """The greatest of rotated numbers are rare: 2-bit codes of a range without them have 2/3 of the squared error."""
     k, v, offsets = make((300,))
     whole, clipped = (
         relative_error(rotatekv_round_trip(k, v, offsets, bits=2, clip=clip)[0], k) for clip in (1.0, 0.75)
@@ -174,7 +174,7 @@ def outlier_keys(heads=2, size=32, seed=0):
 
 
 def test_rotation_helps_with_outliers():
-    """Against the same codes without rotation, the values' way, at equal bits."""
+    """Compare with codes of as many bits without rotation, which is how values are encoded."""
     k, _, offsets = outlier_keys()
     rotated, plain = rotatekv_round_trip(k, k, offsets, bits=2)
     normal = [c for c in range(32) if c not in (3, 17)]

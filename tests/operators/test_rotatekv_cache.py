@@ -79,7 +79,7 @@ def test_an_infinity_comes_back_as_no_number():
 
 @pytest.mark.parametrize("kind", ["pipe", "link to a device", "folder"])
 def test_only_files_are_written_and_read(tmp_path, kind):
-    """A device is tried by a link to it: where this fails, the link is lost and not the machine's device."""
+    """The device is tested through a link, so that a failing test would replace the link and not the device."""
     path, cache = tmp_path / "cache", rotatekv_compress(*make())
     if kind == "pipe":
         os.mkfifo(path)

@@ -81,7 +81,7 @@ MANY = dict(
     ],
 )
 def test_many_queries_of_softmax(options):
-    """Partial and whole tiles of 128 queries, for `hopper.py` on such a GPU and for `many.py` elsewhere."""
+    """Test partial and whole tiles of 128 queries."""
     check("cuda", **(BASE | MANY | dict(dtype="bfloat16") | options))
 
 
@@ -109,8 +109,8 @@ def test_maxima_that_rise_along_the_history(options):
 
 
 @pytest.mark.parametrize("num_queries", [1, 20, 100])
-def test_calls_that_come_again(num_queries):
-    """They give what a call on another cache of the same tokens gives, before and after an append."""
+def test_repeated_calls(num_queries):
+    """Compare with calls on another cache of the same tokens, before and after an append."""
     k, v = (make_jagged((300, 17), (2, 128), dtype=torch.bfloat16, device="cuda", seed=i) for i in range(2))
     offsets, q_offsets = make_offsets((300, 17), device="cuda"), make_offsets((num_queries, num_queries), device="cuda")
     q = [
