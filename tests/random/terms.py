@@ -9,11 +9,11 @@ from hstu_sparse.bias import relative
 from tests.support.budgets import gradients
 
 TABLES = ("grad of position", "grad of time")
-# Up to so many tokens fp32 is held against what products sum, since nearly nothing may be left of all of them. With 16
-# bits results are rounded, by more than that changes.
+# With at most this many tokens, errors in fp32 are relative to the sums of absolute terms, since nearly all terms may
+# cancel. In 16 bits this is not needed: rounding the result makes a greater error.
 FEW_TOKENS = 8
 
-# reference(heads, **inputs): the output [T, heads, V] of a slice of the heads, for those of the inputs.
+# reference(heads, **inputs) -> the output of the heads in the slice `heads`, from inputs that have only these heads.
 Reference = Callable[..., torch.Tensor]
 
 
@@ -22,10 +22,11 @@ def sizes_of_terms(
 ) -> dict[str, torch.Tensor]:
     """Return by name the size of the terms that cancel in the output and in each gradient, for `assert_within_budget`.
 
-    The tables' gradients `position` and `time` are sums over pairs: the root of their terms' summed squares. With `few`
-    all of up to FEW_TOKENS tokens are what they were if nothing cancelled.
+    For the gradients of the tables `position` and `time`, which are sums over pairs, the size is the root of the sum of
+    the squared terms. With `few` and at most FEW_TOKENS tokens, all sizes are the results for the inputs' absolute
+    values, with which no terms cancel.
 
-    inputs: in fp64; by_head: those of them that are [T, H, ...]; grad: the output's, [T, H, V].
+    inputs: in fp64; by_head: the names of those that are [T, H, ...]; grad: the output's gradient, [T, H, V].
     """
     if few and grad.shape[0] <= FEW_TOKENS:
         sizes = {n: x.abs() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
@@ -38,8 +39,9 @@ def sizes_under_softmax(
 ) -> dict[str, torch.Tensor]:
     """Return the size of the terms that cancel in dq [T, H, D] and dk [S, Hkv, D]; nothing above FEW_TOKENS queries.
 
-    They sum p (do.v - do.o) times a key or query: here every do.v is what it were if the greatest values, v [S, Hkv,
-    V], were seen and nothing cancelled, or, in 16 bits, what o's roundings add up to; and so is a key.
+    They sum p (do.v - do.o) times a key or a query. The size of do.v is bounded by that of |do| and the greatest |v| of
+    each channel, v [S, Hkv, V]: the sum of their products, or in 16 bits, where the roundings of o decide, the root of
+    the sum of their squares. The size of a key is bounded by the greatest |k| of each channel.
     """
     if not 0 < q.shape[0] <= FEW_TOKENS or not k.shape[0]:
         return {}
@@ -56,8 +58,8 @@ def _squares_of_terms(
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of the tables `position` and `time` among the inputs (fp64), with every term squared.
 
-    The reference is made linear, so that the scores' gradients are dP, head by head, since heads share their bias.
-    Arguments as of `sizes_of_terms`.
+    SiLU is replaced by the identity, so that the gradients of scores are dP. Each head is computed separately, since
+    heads share the tables. Arguments: see `sizes_of_terms`.
     """
     squares = _Squares.apply
     with (

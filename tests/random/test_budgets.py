@@ -1,7 +1,7 @@
-"""The campaign's checks: a kernel whose products are rounded passes, one that is off by a thousandth does not.
+"""Test the checks of the random cases: a kernel whose products are rounded passes, one with a thousandth more does not.
 
-The cases have few tokens: there products may nearly cancel, and a budget is most easily too strict or too loose. The
-reference, with rounding added, takes the place of the kernels, which round as on a GPU only there.
+The cases have few tokens, with which products may nearly cancel and a budget is most easily too strict or too loose.
+The reference with rounding added takes the place of the kernels, since the interpreter does not round as a GPU does.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def stand_in(monkeypatch, module, names):
 
 
 def hold_enlarged(monkeypatch, module):
-    """Check each result also enlarged by a thousandth; return the list of the errors that this raises."""
+    """Check each result also when enlarged by a thousandth; return the list of errors, to which these checks add."""
     messages, original = [], testing.assert_within_budget
 
     def assert_within_budget(name, actual, *others, **options):

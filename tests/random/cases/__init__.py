@@ -3,8 +3,8 @@
 A module has
     draw(random, small) -> dict       a random case as literals: the keywords of `check` but `device`. small: for the
                                       interpreter (fp32, about a hundred tokens), else for a GPU, every dtype and size.
-    reference_bytes(**case) -> int    about what the reference in fp64, with its gradients, takes: a case that asks for
-                                      over MOST_BYTES is not tried, since the campaign's processes share a GPU.
+    reference_bytes(**case) -> int    about the memory of the reference in fp64 with its gradients. A case with more
+                                      than MOST_BYTES is skipped, since the campaign's processes share a GPU.
     check(device, **case) -> None     asserts that kernels and reference agree on it, forward and every gradient.
     launches() -> list[Launches]      calls whose kernels tests/operators/test_compile.py compiles ahead of time.
 """
@@ -25,7 +25,7 @@ class Launches(NamedTuple):
 
     label: str
     call: Callable[[], object]
-    # Bytes of stack and spills a thread may have; of a kernel (by name), where only that one has any.
+    # The bytes of stack and spills that a thread may have: of all kernels, or by name if only some have any.
     local_bytes: int | dict[str, int] = 0
     architectures: tuple[int, ...] = (80, 90, 100, 120)
 

@@ -146,13 +146,14 @@ def agree(inputs, offsets, max_seq_len, shape, times=None):
     # fp32: three tf32 products stand for one of fp32, so the floor is a few roundings higher. A table's entry is a sum
     # of up to millions of terms, which are added in fp32.
     fp32 = inputs["q"].dtype == torch.float32
-    # A token and head's output and gradients are rows times one number each: of few of these little is known.
+    # The output and gradients of a token and head are rows, each times one number. With few such numbers, the
+    # reference's error may be small by chance.
     few = 1 + 3 / max(1, inputs["q"].shape[:2].numel()) ** 0.5
     floor = dict.fromkeys(["output", *(f"grad of {name}" for name in inputs)], few * 8 * torch.finfo(torch.float32).eps)
     floor = {name: x for name, x in floor.items() if fp32 or inputs.get(name[8:], inputs["q"]).dtype == torch.float32}
-    # Kernels of 16-bit inputs have sigmoids by tanh.approx, each wrong by up to 2^-11 (twice the floor, less than a
-    # table's budget): such errors, of either sign as the terms, are to the sum what they are to a term. Mean keys and
-    # values are in the inputs' dtype, half an eps from what the reference has, which computes in fp32.
+    # Kernels of 16-bit inputs compute sigmoids with tanh.approx, with errors of up to 2^-11 (twice the floor, less than
+    # a table's budget). Like the terms, the errors have either sign, so a sum has about the relative error of a term.
+    # Mean keys and values are rounded to the inputs' dtype, by up to half an eps; the reference has them in fp32.
     least = 0.0 if fp32 else max(2**-12, torch.finfo(inputs["q"].dtype).eps / 4)
     floor |= {
         f"grad of {n}": max(least, 64 * torch.finfo(inputs[n].dtype).eps) for n in ("position", "time") if n in inputs

@@ -13,8 +13,8 @@ def draw(random, small):
     items = random.choice([1, 2, random.randint(3, 100 if small else 20_000)])
     num_negatives = random.choice([1, 2, random.randint(3, 9 if small else 64)])
     size = random.choice([16, 24, 50, 64] if small else [16, 50, 64, 96, 128, 192, 256, 320, 512])
-    # A few sharp choices between a few items can all be right: loss and gradients of nearly 0, differences of large
-    # numbers. A dot product of plain normal rows is about sqrt(size).
+    # With few tokens and items, all targets may by chance be nearly certain. Loss and gradients are then nearly 0, as
+    # differences of large numbers. A dot product of rows of normal numbers is about sqrt(size).
     many = min(tokens, items, num_negatives) > 5
     sampled = random.choice(["no", "no", "shared", "blocks", "per token"])
     normalize = random.random() < 0.7
@@ -81,8 +81,8 @@ def problem(device, *, tokens, items, size, sampled, num_negatives, corrected, n
     return inputs, options
 
 
-# Errors relative to the result that are always allowed, loss and temperature's gradient apart from the others: logits
-# of tens are subtracted from each other, and the gradient sums rounded probabilities.
+# Relative errors that are always allowed, of (the loss, the gradients of out and items, the temperature's gradient).
+# The loss subtracts logits of tens from each other, and the temperature's gradient sums rounded probabilities.
 FLOOR = {"float32": (4e-6, 4e-6, 2e-5), "float16": (4e-6, 3e-3, 4e-3), "bfloat16": (4e-6, 2e-2, 2e-2)}
 
 
@@ -101,7 +101,7 @@ def check(device, **case):
     if alone(case["items"], **options):
         grad = torch.ones(() if case["reduction"] == "mean" else case["tokens"])
         grads = gradients(lambda **x: catalogue_loss(**x, **options, backend="triton"), inputs, grad)
-        # Rows of normal numbers, or normalized ones, and what is taken off them again are rounded.
+        # A gradient is the difference of two rounded rows that are equal before rounding.
         rounded = 4 * torch.finfo(inputs["out"].dtype).eps
         for name, x in grads.items():
             most = max(1e-4, rounded if name != "output" else 0.0) / min(case["temperature"], 1.0)
@@ -125,8 +125,8 @@ def rounding(
 ) -> dict[str, torch.Tensor]:
     """Estimate the error of the loss and its gradients, by name, from rounded scores and a softmax of dout in 16 bits.
 
-    A target that is nearly certain has next to no loss: the logarithm of a sum less a score as large, and its
-    probability less 1. Where a token has no negatives but its target the temperature's gradient is 0.
+    The loss of a nearly certain target is nearly 0: the difference of a log-sum-exp and a score, while the gradients
+    have the probability minus 1. The temperature's gradient is 0 for tokens whose negatives are all their target.
     """
     rounded = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
     rows = targets.clamp(min=0).long()
@@ -156,8 +156,8 @@ def launches():
     from hstu_sparse.catalogue.launches import catalogue_loss_operator as operator
     from hstu_sparse.catalogue.parts import CatalogueShard, part_loss
 
-    # Behind the walk, where the gradient's end holds rows of both matrices beside the accumulators; within it only in
-    # fp32 (three products, operands split in registers).
+    # These spill after the loop over tiles, where the end of a gradient needs registers for rows of both matrices
+    # besides the accumulators; within the loop only in fp32 (three products, operands split in registers).
     spills = {f"catalogue_loss_bwd_{part}_kernel": 1500 for part in ("dout", "ditems")}
     # A number or two on some architectures and compilers.
     spills |= {
@@ -202,7 +202,7 @@ def launches():
 
         return Launches(f"a part of a catalogue T={tokens}", call, local_bytes=spills, **options)
 
-    # 40,000 tokens fill a GPU, so that nothing is split and the gradients end in the kernels that walk.
+    # 40,000 tokens fill a GPU, so that no tile is split and the kernels that loop over tiles also end the gradients.
     return [
         case(256, torch.bfloat16, tokens=40_000),
         case(256, torch.bfloat16, "shared", tokens=64),

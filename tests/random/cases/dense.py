@@ -54,7 +54,8 @@ def compare(x, entries=True, function=None):
     exact = gradients(with_tables(reference), wide, grad)
     # A table's gradient is a sum over pairs, which partly cancels: its error is that of the terms.
     floor = dict.fromkeys(TABLES, 4e-3 if half else 1e-5)
-    # A token and head's output and gradients are rows times one number each: of few of these little is known.
+    # The output and gradients of a token and head are rows, each times one number. With few such numbers, the
+    # reference's error may be small by chance.
     few = 2 * torch.finfo(x["q"].dtype).eps * (1 + 3 / max(1, x["q"].shape[:2].numel()) ** 0.5)
     floor |= dict.fromkeys(("output", "grad of q", "grad of k", "grad of v"), few)
     sizes = functools.cache(
@@ -70,10 +71,10 @@ def compare(x, entries=True, function=None):
 
 
 def compare_entries(actual, exact, sizes, error):
-    """Every entry of the tables' gradients is right to `error` times the size of what it sums, `sizes`.
+    """Assert that every entry of the tables' gradients is right up to `error` times the size of its terms, `sizes`.
 
-    An entry sums terms of either sign, one for each pair and head: errors of the terms add up like the terms. As a
-    term's size counts that of dP, since SiLU's slope has zeros.
+    An entry sums terms of either sign, one for each pair and head, whose errors add up like the terms. The size of a
+    term is that of dP, since SiLU's slope may be 0.
     """
     for name in TABLES:
         if name in exact:

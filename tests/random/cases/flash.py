@@ -101,7 +101,7 @@ def check(device, backend="triton", **case):
     )
     actual, lossy = (gradients(function, inputs, grad.to(inputs["q"])) for function in (kernel, reference))
     exact = gradients(reference, wide, grad.to(wide["q"]))
-    # Weights come from a log-sum-exp that is rounded to fp32: relative to them, an error of its size times eps / 2.
+    # Weights are computed from a log-sum-exp in fp32, so that their relative error is its size times eps / 2.
     fp32 = case["dtype"] == "float32"
     floor = 4 * torch.finfo(torch.float32).eps if fp32 else None
     scale = case["size"] ** -0.5 / (1 - case["dropout"])
@@ -109,8 +109,8 @@ def check(device, backend="triton", **case):
     for name in actual:
         triple, terms = (actual[name], lossy[name], exact[name]), sizes.get(name)
         if name in ("grad of q", "grad of k"):
-            # Where queries see one key, these are 0 but for the rounding of two numbers of this size that cancel, in
-            # fp32 one of them a sum of three TF32 products.
+            # For queries that see one key, this is the difference of two equal numbers of this size: 0 except for their
+            # rounding. In fp32, one of the numbers is a sum of three TF32 products.
             size = (case["value_size"] / case["size"]) ** 0.5
             none = (exact[name].abs() < 1e-6 * size).all(-1)
             most = actual[name][none].abs().max().item() if none.any() else 0.0
@@ -154,8 +154,8 @@ def launches():
         return Launches(label, call, **more)
 
     bf16, dkv = torch.bfloat16, "flash_attention_bwd_dkv_kernel"
-    # Spills: a few of 64 x 64 tiles, which take fewer instructions a pair than the smaller ones that have none; those
-    # of forward and dq on sm_120 alone, for which nothing is tuned.
+    # Tiles of 64 x 64 spill a few bytes, but take fewer instructions per pair than smaller tiles that do not spill.
+    # Forward and dq spill only on sm_120, for which nothing is tuned.
     few = {dkv: 32, "flash_attention_bwd_dq_kernel": 32, "flash_attention_fwd_kernel": 48}
     return [
         case(128, bf16, right=0, local_bytes=few),

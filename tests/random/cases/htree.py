@@ -39,7 +39,7 @@ def kernel_choices(inputs, offsets, N, rate, top_k, scale, rope_base=10000.0, se
     if not len(rows):
         return []
     dtype = inputs["q"].dtype
-    # What a key loses to the candidate's position, and what rounding the turned queries and keys does to a score.
+    # The error of an importance: a sort key has bits for the candidate's position, and queries and keys are rounded.
     bound = 2.0 * 2.0 ** ((rate * top_k - 1).bit_length() - 23) + (64 if dtype == torch.float32 else 16) * torch.finfo(
         dtype
     ).eps * max(1.0, abs(scale) * inputs["q"].shape[2] ** 0.5)
@@ -90,7 +90,7 @@ def agree(inputs, offsets, N, rate, top_k, *, scale=None, factor=3.0, rope_base=
         options = dict(compression_rate=rate, top_k=top_k, scale=width, rope_base=rope_base)
         return htree_attention_reference(q, k, v, offsets, N, **options, choices=choices or None)
 
-    # A pooled node's gradient sums what every query gives to it, in fp32 and on a GPU in any order.
+    # The gradient of a pooled node is a sum over queries in fp32, on a GPU in any order.
     floor = {f"grad of {name}": 1e-6 for name in "kv"} if inputs["q"].dtype == torch.float32 else None
     grad = torch.randn(*inputs["q"].shape[:2], inputs["v"].shape[2], generator=torch.Generator().manual_seed(1))
     grad = grad.to(inputs["q"])
@@ -106,7 +106,10 @@ def agree(inputs, offsets, N, rate, top_k, *, scale=None, factor=3.0, rope_base=
 
 
 def first_terms(q, k, v, grad, offsets, scale):
-    """Size of what cancels at first tokens, which see themselves alone: p (do.v - do.o) with p = 1 and o = v is 0."""
+    """Return the size of the terms that cancel at first tokens, which see only themselves.
+
+    There p (do.v - do.o) is 0, with p = 1 and o = v.
+    """
     group = q.shape[1] // k.shape[1]
     first = torch.zeros(q.shape[0], 1, 1, dtype=torch.float64, device=q.device)
     first[offsets[:-1][offsets.diff() > 0].long()] = abs(scale)

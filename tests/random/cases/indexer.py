@@ -27,7 +27,7 @@ from tests.support.budgets import compare_with_reference, gradients, make_offset
 
 # An entry of a table's gradient sums thousands of fp32 terms of either sign; the reference adds them in fp64.
 TABLE_FLOORS = {"grad of position": 1e-5, "grad of time": 1e-5}
-# fp32, where there may be a single pair: what the reference loses on that one may be little by chance.
+# In fp32, where there may be a single pair, on which the reference's error may be small by chance.
 SINGLE_FLOORS = {f"grad of {name}": 2e-6 for name in ("iq", "ik", "w")}
 OPERATORS = ("lightning_indexer", "index_scores", "sparse_attention", "indexer_loss", "compute_index_loss_sparse")
 
@@ -187,7 +187,7 @@ def check(
 
 
 def near_kink(iq, ik, lengths):
-    """Mark index heads [T, H] of queries whose product with a key may round to either side of 0, the kink of ReLU."""
+    """Return the mask [T, H] of queries whose product with some key may round to either side of 0, ReLU's kink."""
     near = []
     for q, k in zip(iq.double().split(lengths), ik.double().split(lengths)):
         product, size = (torch.einsum("the,se->ths", a, b) for a, b in ((q, k), (q.abs(), k.abs())))
@@ -196,7 +196,7 @@ def near_kink(iq, ik, lengths):
 
 
 def scores_terms(reference, inputs, grad):
-    """Return the size of the terms that cancel: in scores those of index heads, for few tokens those of products."""
+    """Return the size of the terms that cancel: in scores the index heads; with few tokens also all products."""
     if grad.shape[0] <= FEW_TOKENS:  # scores are fp32 whatever the inputs are
         return gradients(reference, {name: x.abs() for name, x in inputs.items()}, grad.abs())
     with torch.no_grad():
@@ -204,7 +204,7 @@ def scores_terms(reference, inputs, grad):
 
 
 def divergence_terms(reference, inputs, grad):
-    """Return the size of the terms that cancel: in the loss logarithms of about 1, in the scores' gradients pi - p."""
+    """Return the size of the terms that cancel: logarithms of about 1 in the loss, pi and p in scores' gradients."""
 
     def divergence_of_sum(scores, p, *rest):  # its gradient is pi + p
         return index_divergence(scores, -p, *rest)
@@ -215,9 +215,9 @@ def divergence_terms(reference, inputs, grad):
 
 def compare(function, inputs, repeated=False):
     """Compare with the reference. repeated: slots of a token have rounded gradients, whose sum may cancel."""
-    # Kernels keep a log-sum-exp, whose last bit moves all of a query's weights; table gradients add these moves up.
-    # They also add up what the rounding of the output leaves in do . out, the mean that each pair's gradient is held
-    # against: two roundings of the inputs' dtype.
+    # Kernels save a log-sum-exp, whose rounding changes all weights of a query; the tables' gradients sum these
+    # changes. They also sum the error of do . out, which is subtracted for each pair: two roundings of the inputs'
+    # dtype, since the output is rounded.
     floors = dict(TABLE_FLOORS)
     q = inputs.get("q")
     if q is not None:
@@ -241,8 +241,8 @@ def compare(function, inputs, repeated=False):
         sizes = sizes_under_softmax(q, k, v, grad, q.shape[2] ** -0.5)
         if not ("position" in inputs or "time" in inputs):
             return sizes
-        # Softmax's gradients of a query's pairs add up to 0, in a table where they share a bucket. Root of the sum of
-        # their squares: what q's gradient is where keys are normal numbers.
+        # Under softmax, the gradients of a query's pairs sum to 0, and so does a table's entry if they share a bucket.
+        # Their size is the root of the sum of their squares, about that of q's gradient if keys are normal numbers.
         size = (sizes or gradients(reference, inputs, grad))["grad of q"].double().norm()
         return sizes | {"grad of position": size, "grad of time": size}
 

@@ -10,13 +10,13 @@ from tests.support.budgets import compare_with_reference
 
 
 def forked(x, backend):
-    """Both outputs of the norm as one."""
+    """Return both outputs of the norm, concatenated."""
     x, normed = residual_norm(x, backend=backend)
     return torch.cat([x, 2 * normed], 1)
 
 
 def stream(backend, dtype=None):
-    """Both as one function with one output: the sum, which goes on, and its norm."""
+    """Return a function of both operators, with one output: the sum and its norm, concatenated."""
 
     def call(x, added, bias):
         total = residual_add(x, added, bias, backend=backend)
@@ -55,14 +55,14 @@ def check(device, *, tokens, channels, dtype, added_dtype, biased, stride, seed)
     floor = {"grad of bias": 1e-5 if dtype == added_dtype == "float32" else 4e-3}
     add, norm = (lambda backend, f=f: functools.partial(f, backend=backend) for f in (residual_add, forked))
     compare_with_reference(add("triton"), add("reference"), x, factor=4.0, floor=floor)
-    # The numbers are given: a norm's slope is steep where channels are nearly equal (of two it is the sign of their
-    # difference), and how the sum was rounded would decide there.
+    # The norm is computed from x, not from the rounded sum: its slope is steep where channels are nearly equal (the
+    # norm of two channels is the sign of their difference), so that the sum's rounding would decide there.
     few = functools.partial(sizes_of_terms, x["x"]) if channels < 16 and dtype == "float32" else None
     compare_with_reference(norm("triton"), norm("reference"), {"x": x["x"]}, factor=4.0, terms=few)
 
 
 def sizes_of_terms(x, grad):
-    """Return the size of the terms that cancel in the norm's gradient: nearly all with two channels, always 1 and -1.
+    """Return the size of the terms that cancel in the norm's gradient: with two channels (1 and -1) nearly all.
 
     Rounding the mean changes the differences of channels from it, relatively more the smaller they are.
     """

@@ -55,11 +55,11 @@ def check(device, *, lengths, gap, heads, size, value_size, dtype, window, posit
         )  # fmt: skip
 
     kernel, reference = (functools.partial(attend, backend=name) for name in ("triton", "reference"))
-    # The tables' gradients are sums of 16-bit roundings in the reference's own dtype, of fp32 here.
+    # The terms of the tables' gradients are rounded to 16 bits in the reference of that dtype, to fp32 in the kernels.
     # An entry of a table's gradient sums up to as many fp32 terms of either sign as there are pairs, one after another:
     # a sum that is rounded n times wanders off by about sqrt(n) roundings. The reference adds in fp64.
-    # Those of kernels of 16-bit inputs have sigmoids by tanh.approx, each wrong by up to 2^-11 (4 times the floor):
-    # such errors, of either sign as the terms, are to the sum what they are to a term.
+    # Kernels of 16-bit inputs compute sigmoids with tanh.approx, with errors of up to 2^-11 (4 times the floor). Like
+    # the terms, the errors have either sign, so a sum has about the relative error of a term.
     pairs = heads * sum(n * (n + 1) // 2 for n in lengths)
     least = max(1e-5, 2**-24 * pairs**0.5)
     floor = dict.fromkeys(TABLES, least if dtype == torch.float32 else max(2**-13, least))
@@ -90,7 +90,7 @@ def launches():
         return Launches(f"{dtype} D={size} {value_size=} {biased=} {window=}", call, **more)
 
     return [
-        # What the two gathers of a bias cost in registers.
+        # The two gathers of a bias need registers, and spill.
         case(128, torch.bfloat16, True, 0, local_bytes=400),
         case(64, torch.float16, False, 10, architectures=(80,)),
         case(32, torch.float32, True, 0, architectures=(80,), local_bytes=16),

@@ -55,7 +55,7 @@ def launches():
             rotary_operator.forward(x, *rest)
             rotary_operator.backward(x, x, *rest)
 
-        # The stack is the sine's, for arguments greater than any angle here.
+        # The sine has a stack, for arguments greater than any angle of these cases.
         return Launches(f"{dtype} D={size} {timed=} {placed=}", call, local_bytes=40)
 
     return [case(128, torch.bfloat16, True), case(25, torch.float32, True, True), case(64, torch.float16, False)]

@@ -28,8 +28,8 @@ from tests.support.budgets import (
     make_timestamps,
 )
 
-# Bytes of local memory a thread may use for registers that do not fit. Keys that are turned back stand in the registers
-# with all of a group's channels: one head at a time nothing spills, and the work is a third more.
+# Bytes of local memory that a thread may use for registers that do not fit. To rotate a key back, all channels of its
+# head group are in registers; with one head at a time nothing spills, but the work is a third more.
 SPILLS = {
     "paged_attention_fwd_kernel": 704,
     "rotatekv_round_trip_kernel": 704,
@@ -209,7 +209,7 @@ def check_self_attention(
 
 
 def first_channels(cache, k):
-    """Sizes of keys [T, H, D] before zeros are subtracted, which all meet in the first channel of each 64 or fewer."""
+    """Return the sizes of the terms of keys [T, H, D]; the zeros of codes all add to the first of each 64 channels."""
     channel = torch.arange(k.shape[1] * k.shape[2], device=k.device).view(k.shape[1:])
     # A group's zero is about twice as large as a channel, and the transform adds as many as there are channels.
     zeros = 2 * (k.square().mean() * cache.format.keys.channels).sqrt()
@@ -217,7 +217,7 @@ def first_channels(cache, k):
 
 
 def codes_are_right(cache, k, v):
-    """Every code is the nearest to what it stands for, with its stored scale and zero; the greatest are kept."""
+    """Assert that every code is the nearest for its stored scale and zero, and that the greatest numbers are kept."""
     format = cache.format
     sequence, position = cache.tokens()
     packed = position >= format.sink_tokens
@@ -248,7 +248,7 @@ def codes_are_right(cache, k, v):
         most = grouped.masked_fill(~real, float("-inf")).amax(-1)
         margin = (most - least) * format.inset
         least, most = least + margin, most - margin
-        # What fp32 may have lost on the way, and what fp16 does of a number at its smallest.
+        # The rounding errors of fp32, and the absolute one of fp16 for its smallest numbers.
         some, lost = real.any(-1), 1e-6 * grouped.abs().amax(-1) + 2**-24
         for what, got, true in (("zero", coded.zero, least), ("scale", coded.scale, (most - least) / levels)):
             error, allowed = (got.double() - true).abs(), true.abs() * 2**-11 * 1.01 + lost
