@@ -221,7 +221,7 @@ def measured(config: RunConfig, items: int, steps: int, longest: bool, profile: 
         "steps": steps,
         "longest": longest,
         "ranks": ranks.world,
-        "how": HOW[ranks.engine, graphed],
+        "how": HOW[ranks.distributed_step, graphed],
         "queued": 1e3 * float(ranks.max(torch.tensor(min(queued)))),
         "median": 1e3 * float(ranks.max(torch.tensor(statistics.median(seconds)))),
         "tokens": total / steps,

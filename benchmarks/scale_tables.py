@@ -80,7 +80,7 @@ def predicted(record: dict) -> int:
     shared = "parallel.data=auto"
     words = [f"parallel.data={world}" if word == shared and world > 1 else word for word in record["overrides"]]
     config, longest = load_config(case.config, words), record.get("longest", case.longest)
-    ranks = ImaginedRanks(world, world, config.parallel.engine)
+    ranks = ImaginedRanks(world, world, config.parallel.distributed_step)
     batches = [random_batch(config, 2, ranks, n, longest, device) for n in range(record["steps"])]
 
     def make_model(config: RunConfig, ranks: Ranks | None) -> SequenceModel:

@@ -73,14 +73,14 @@ class RunOptions(Protocol):
 class RankGroup(CatalogueRanks, Protocol):
     """The ranks that share a batch or a catalogue; all must call the same methods in the same order.
 
-    world   the number of ranks
-    rank    the number of this process
-    engine  whether batches or tables are distributed, even with a single rank
+    world             the number of ranks
+    rank              the number of this process
+    distributed_step  whether a step distributes batches or tables over ranks, even over a single one
     """
 
     world: int
     rank: int
-    engine: bool
+    distributed_step: bool
 
     @property
     def first(self) -> bool:

@@ -122,7 +122,7 @@ class Checkpoints:
         self.ranks, self.table, self.seconds, self.saved_at = ranks, table, seconds, time.monotonic()
         self.pending: tuple[Future, Any, Path, dict] | None = None
         self.group = self.mesh = None
-        if ranks.engine or ranks.world > 1:
+        if ranks.distributed_step or ranks.world > 1:
             self.mesh = init_device_mesh("cpu" if table is None else table.device.type, (ranks.world,))
             # A process group of its own, so that collectives in the background cannot mix with those of training.
             self.group = dist.new_group(backend="gloo")
@@ -228,7 +228,7 @@ class Checkpoints:
                 if table is not None and name == TABLE and value.dim():
                     value = cut(value.view_as(table.weight))
                 yield f"optimizer.{name}.{key}", value
-        if not self.ranks.engine:
+        if not self.ranks.distributed_step:
             yield from random_state().items()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -291,7 +291,7 @@ class Checkpoints:
         if "random.cpu" in state:
             with dcp.reading(source):
                 set_random_state(state)
-        elif not self.ranks.engine:
+        elif not self.ranks.distributed_step:
             torch.manual_seed(seed_of(seed, step))
 
 

@@ -177,7 +177,7 @@ class ParallelConfig(Options):
         return self.embedding != "replicated"
 
     @property
-    def engine(self) -> bool:
+    def distributed_step(self) -> bool:
         """Whether batches or the item table are distributed over ranks, even over a single one."""
         return self.data != 1 or self.sharded
 

@@ -42,7 +42,7 @@ def build_step(
     `grad_norm` before clipping (in captured steps only with train.clip_norm).
     """
     c, ranks = config.train, ranks or Ranks(config)
-    if ranks.engine:
+    if ranks.distributed_step:
         return build_shared_step(config, model, device, average, ranks)
     graphed = device.type == "cuda" and captures(config, ranks.by_heads)
     optimizer = build_optimizer(c, model.parameters(), device, graphed)

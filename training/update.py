@@ -58,7 +58,7 @@ def updated_config(folder: Path, overrides: list[str]) -> RunConfig:
     check_run(folder)
     before, config = (load_config(folder / "config.yaml", options) for options in ([], overrides))
     check_updated(before, config, folder)
-    if config.parallel.engine or config.parallel.context > 1:
+    if config.parallel.distributed_step or config.parallel.context > 1:
         raise ConfigError("--update runs in one process: parallel.data=1 parallel.embedding=replicated")
     length = {"epochs": config.train.update.epochs, "steps": None}
     return config.model_copy(update={"train": config.train.model_copy(update=length)})

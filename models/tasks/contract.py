@@ -135,7 +135,7 @@ class Task:
 
     def __init__(self, config: TaskOptions, ranks: RankGroup | None = None):
         self.config = config
-        self.ranks = ranks if ranks is not None and ranks.engine else None
+        self.ranks = ranks if ranks is not None and ranks.distributed_step else None
 
     def check_data(self, dataset: Dataset) -> None:
         """Raise ConfigError if the data set does not fit the task."""

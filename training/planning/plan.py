@@ -131,7 +131,7 @@ def plan_step(
     world = data_ranks(config) * config.parallel.context
     sharded = shard(config, num_items, world, tokens, gpu_bytes)
     ranks, parallel = None, ParallelConfig()
-    if config.parallel.engine:
+    if config.parallel.distributed_step:
         ranks, parallel = ImaginedRanks(data_ranks(config), world), config.parallel
         parallel = parallel.model_copy(update={"embedding": sharded.kind, "context": 1})
     # Without capturing, which needs a GPU and makes the same allocations.
@@ -145,7 +145,7 @@ def plan_step(
         table = cast(ImaginedTable | None, model.embedding.sharded)
         others = [] if table is None else [table.weight]
         average = WeightAverage(model, config.train.ema_decay, others) if config.train.ema_decay else None
-        step_ranks = ranks or ImaginedRanks(1, 1, engine=False)
+        step_ranks = ranks or ImaginedRanks(1, 1, distributed_step=False)
         optimizer, step = build_step(config, model, torch.device("cpu"), average, step_ranks)
         weights = [*model.parameters(), *([] if table is None or table.parameter is None else [table.parameter])]
         persistent = {"weights": _bytes(model.parameters()) + _bytes(model.buffers()) + _bytes(others)}

@@ -26,8 +26,8 @@ SORTING = 6  # int64 per id that are allocated while ids are sorted and counted 
 class ImaginedRanks(Ranks):
     """The first of several ranks, without a process group; sequences are not divided."""
 
-    def __init__(self, data: int, world: int, engine: bool = True):
-        self.engine, self.context, self.data, self.world = engine, 1, data, world
+    def __init__(self, data: int, world: int, distributed_step: bool = True):
+        self.distributed_step, self.context, self.data, self.world = distributed_step, 1, data, world
         self.rank = self.place = self.context_rank = 0
         self.group = self.context_group = None
 

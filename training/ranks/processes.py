@@ -40,14 +40,15 @@ class Ranks:
     data, place          the number of ranks that share each batch, and this rank's index among them
     context              the number of ranks that share each sequence
     by_heads             whether sequences are shared by heads, otherwise by a ring
-    engine               whether batches or tables are distributed (training/ranks/step.py), even with a single rank
+    distributed_step     whether a step distributes batches or tables over ranks (training/ranks/step.py), even over a
+                         single one
     """
 
     by_heads = False
 
     def __init__(self, config: RunConfig):
         p = config.parallel
-        self.engine, self.context = p.engine, p.context
+        self.distributed_step, self.context = p.distributed_step, p.context
         self.by_heads = p.context > 1 and context_by(config) == "heads"
         self.rank = self.place = self.context_rank = 0
         self.group = self.context_group = None
@@ -56,10 +57,10 @@ class Ranks:
         self.world = self.data * self.context
         if started != self.world:
             raise ConfigError(
-                f"{'parallel' if self.engine else 'parallel.context'}: expected {self.world} process(es), got "
-                f"{started}: start the run by torchrun --nproc-per-node {self.world} train.py ..."
+                f"{'parallel' if self.distributed_step else 'parallel.context'}: expected {self.world} process(es), "
+                f"got {started}: start the run by torchrun --nproc-per-node {self.world} train.py ..."
             )
-        if self.world == 1 and not self.engine:
+        if self.world == 1 and not self.distributed_step:
             return
         gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         if not dist.is_initialized():

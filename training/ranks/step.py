@@ -166,7 +166,7 @@ def summed(group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 def deal_of(config: RunConfig, ranks: Ranks) -> Deal | None:
     """Return how batches are divided among the ranks; None if each rank has whole batches."""
-    if not ranks.engine:
+    if not ranks.distributed_step:
         return None
     return Deal(ranks.place, ranks.data, token_work(config.model), config.parallel.balance)
 
