@@ -154,7 +154,7 @@ class InputEmbedding(nn.Module):
         return rows + self.items(torch.arange(begin, begin + len(rows), device=rows.device)).to(rows.dtype)
 
     def local_items(self) -> tuple[Tensor, int]:
-        """Return (representations [R, E], the number of the first one) for the loss's items whose rows this rank has.
+        """Return (representations [R, E], number of the first item) of the loss's items whose rows this rank has.
 
         The table is sharded by rows.
         """

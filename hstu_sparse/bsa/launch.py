@@ -225,7 +225,7 @@ class Problem:
         return self.T // size + self.B
 
     def together(self, size: int, slots: int) -> int:
-        """Return how many slots (about a sequence's) a head processes before the next head, to reuse the L2 cache."""
+        """Return how many slots a head processes before the next head, about those of a sequence, to reuse the L2."""
         return min(slots, self.max_seq_len // size + 1)
 
     def tiles_together(self, size: int, slots: int) -> int:

@@ -71,7 +71,7 @@ def catalogue_loss_scale_kernel(
     x, stride, temperature, scales, scale, R, E: tl.constexpr, PAD_E: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute scales[r] = scale / |x_r| (without NORMALIZE scale), divided by temperature unless that is None."""
+    """Compute scales[r] = scale / |x_r|, or scale without NORMALIZE; divide it by temperature unless that is None."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     factor = tl.zeros([ROWS], tl.float32) + scale
     if temperature is not None:
