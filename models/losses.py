@@ -199,9 +199,8 @@ def draw_negatives(
     """
     if config.kind == "cross_entropy":
         return None
-    rows: tuple[int, ...] = () if config.negatives == "shared" else (len(targets),)
-    if config.negatives == "block":
-        rows = (blocks or block_count(len(targets)),)
+    shapes = {"shared": (), "block": (blocks or block_count(len(targets)),)}
+    rows: tuple[int, ...] = shapes.get(config.negatives, (len(targets),))
     # The kernels read ids often, and int32 takes half the bytes; on a CPU torch only indexes with int64.
     dtype = torch.int32 if targets.is_cuda else torch.int64
     if below is None:
@@ -285,7 +284,6 @@ def training_loss(
         width += TERM_WIDTH * repeats.earlier.longest
     # Chunks are larger for gathered rows, since every chunk has a gradient as large as the table.
     rows = max(1, chunk_size(out) * (1 if whole else 2) // width)
-    tokens = torch.arange(len(out), device=out.device)
     term_parameters = {} if repeats is None else dict(repeats.term.named_parameters())
 
     def chunk(out, targets, negatives, excluded, tokens, items, *parameters):
@@ -295,7 +293,7 @@ def training_loss(
         terms = None if repeats is None else functional_call(repeats.term, weights, (out, tokens, repeats.earlier))
         return _catalogue_loss(config, out, items, targets, excluded, dtype, terms)
 
-    rowwise = out, targets, ids if in_rows else None, excluded, tokens
+    rowwise = out, targets, ids if in_rows else None, excluded, torch.arange(len(out), device=out.device)
     total = ChunkedSum.apply(chunk, rows, len(rowwise), *rowwise, items, *term_parameters.values())
     return total / ((targets >= 0).sum().clamp(min=1) if count is None else count)
 
