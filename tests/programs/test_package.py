@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -37,21 +38,24 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
-def requirements(text: list[str]) -> list[Requirement]:
-    """Return the requirements that apply on this machine without any extra."""
+def requirements(text: list[str], extras: Iterable[str] = ()) -> list[Requirement]:
+    """Return the requirements that apply on this machine with these extras."""
+    extras = {"", *extras}
     parsed = [Requirement(line) for line in text]
-    return [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return [one for one in parsed if not one.marker or any(one.marker.evaluate({"extra": name}) for name in extras)]
 
 
 def installed_with(names: list[str]) -> set[str]:
     """Return the names of the distributions that `names` require, as they are installed here, and `names`."""
-    closed: set[str] = set()
-    open_names = list(names)
-    while open_names:
-        if (name := open_names.pop().lower().replace("_", "-")) not in closed:
-            closed.add(name)
-            open_names += [one.name for one in requirements(metadata.requires(name) or [])]
-    return closed
+    closed: set[tuple[str, frozenset]] = set()
+    left = [Requirement(name) for name in names]
+    while left:
+        one = left.pop()
+        key = one.name.lower().replace("_", "-"), frozenset(one.extras)
+        if key not in closed:
+            closed.add(key)
+            left += requirements(metadata.requires(one.name) or [], one.extras)
+    return {name for name, _ in closed}
 
 
 def facts(wheel: Path) -> email.message.Message:
@@ -101,18 +105,22 @@ def test_facts_and_changelog_agree(wheel):
 
 
 def test_readme_kernel_lines_run_with_torch_only(wheel, tmp_path):
-    """Install the wheel by pip into an environment of torch and its requirements; run README's lines on a CPU."""
+    """Install the wheel by pip into an environment of torch and its requirements; run README's lines on a CPU.
+
+    The environment has links to the distributions here, so pip must not replace any of them: --no-deps.
+    """
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    required = [one.name for one in requirements(facts(wheel).get_all("Requires-Dist"))]
-    for name in installed_with(required):
+    required = requirements(facts(wheel).get_all("Requires-Dist"))
+    assert all(metadata.version(one.name) in one.specifier for one in required)
+    for name in installed_with([one.name for one in required]):
         for file in metadata.files(name):
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not (site / top).exists():
                 (site / top).symlink_to(metadata.distribution(name).locate_file(top))
-    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", wheel)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps", wheel)
     assert KERNEL_LINES.count("hstu_attention") > 1
     lines = (
         f"{KERNEL_LINES}\nassert q.grad.abs().sum() > 0\n"
