@@ -52,7 +52,9 @@ class Kind(NamedTuple):
     """The constants that a kernel is compiled for, besides the sizes of its tiles, as one constexpr.
 
     D_OUT and V_OUT: the sizes of heads in the results; D and V: in the inputs, which `as_rows` may have padded; PAD_D
-    and PAD_V: in tiles. EXTENSION: further options of the mask, or None.
+    and PAD_V: in tiles. EXTENSION: further options of the mask, or None, from which the fields after it are computed:
+    triton 3.8 passes the fields of a named tuple to functions, without its properties. HAS_PREFIX: whether keys before
+    the window may be visible.
     """
 
     H: int
@@ -69,24 +71,11 @@ class Kind(NamedTuple):
     FAST: bool
     PRECISION: str
     ASM: bool
-    EXTENSION: Extension | None = None
-
-    @property
-    def HAS_CONTEXT(self) -> bool:
-        return self.EXTENSION is not None and self.EXTENSION.CONTEXT
-
-    @property
-    def SEES_ALL(self) -> bool:
-        return self.EXTENSION is not None and self.EXTENSION.SEES_ALL
-
-    @property
-    def HAS_PREFIX(self) -> bool:
-        """Whether keys before the window may be visible."""
-        return self.HAS_WINDOW and self.EXTENSION is not None and (self.EXTENSION.CONTEXT or self.EXTENSION.PREFIX > 0)
-
-    @property
-    def GROUP(self) -> int:
-        return 1 if self.EXTENSION is None else self.EXTENSION.GROUP
+    EXTENSION: Extension | None
+    HAS_CONTEXT: bool
+    SEES_ALL: bool
+    HAS_PREFIX: bool
+    GROUP: int
 
 
 @triton.jit

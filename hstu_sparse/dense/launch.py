@@ -68,9 +68,11 @@ def _kind(
     size, value_size = cdiv(d, 16) * 16, cdiv(v, 16) * 16
     # fp32 tiles must be wider than high: see `bwd_dq_config`.
     least = 32 if features.dtype == torch.float32 else 16
+    context, sees_all, group, prefix = more or Extension(False, False, 1, 0)
     return Kind(
         heads, size, value_size, d, v, max(least, padded_head(size)), max(least, padded_head(value_size)), targets,
         window, features.position, features.time, features.dtype != torch.float32, products, asm, more,
+        context, sees_all, window and (context or prefix > 0), group,
     )  # fmt: skip
 
 

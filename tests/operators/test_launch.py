@@ -286,6 +286,9 @@ def check(self, *arguments, grid, warmup, **settings):
     launch._constants(self, len(arguments), settings)
     unknown = set(settings) - set(self.arg_names) - {"num_warps", "num_stages", "maxnreg", "enable_fp_fusion"}
     assert not unknown and not any(p.is_constexpr for p in self.params[: len(arguments)]), (self.fn.__name__, unknown)
+    tuples = [type(x) for x in settings.values() if isinstance(x, tuple)]
+    # Triton 3.8 passes the fields of a constant named tuple to functions, without its properties.
+    assert not any(isinstance(member, property) for one in tuples for member in vars(one).values()), self.fn.__name__
     hash((launch.specialization(arguments, launch._Kernel(self).exempt), launch._settings_key(settings)))
 
 JITFunction.run, launch.cpu_architecture = check, 90
