@@ -1,18 +1,15 @@
 """Test train.py over several processes: same losses and metrics as one process, also when ranks are killed."""
 
 import json
-import multiprocessing.connection
 import os
 import random
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.run import parse_args
 
@@ -20,7 +17,7 @@ from cli.command import train_options
 from tests.damage import damaged_files
 from tests.programs import scale_cases
 from tests.programs.scale_cases import CASES
-from tests.support.forked import forkserver
+from tests.support.forked import forked_torchrun
 from training.checkpoints import checkpoints, set_aside_damaged
 from training.saved import CheckpointError, load_folder
 
@@ -55,55 +52,10 @@ def launch(worlds, out, *cases, restarts=0, kill=None, more=None, status=0, by_t
             done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, cwd=ROOT)
             code, printed = done.returncode, done.stderr
         else:
-            code, printed = forked(world, environment, str(out), *cases, restarts=restarts)
+            code, printed = forked_torchrun(world, scale_cases.main, str(out), *cases, restarts=restarts, **environment)
         assert code == status, printed[-3000:]
         errors += printed
     return errors
-
-
-def forked(world, environment, *arguments, restarts=0):
-    """Run the cases in `world` processes with torchrun's environment; return (status, errors)."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    elastic = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    elastic |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "forked"}
-    errors = ""
-    for attempt in range(restarts + 1):
-        elastic["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-        code, printed = started_once(world, environment | (elastic if world > 1 else {}), arguments)
-        errors += printed
-        if code == 0:
-            break
-    return code, errors
-
-
-def started_once(world, environment, arguments):
-    context = forkserver()
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, str(rank)) for rank in range(world)]
-        processes = []
-        for rank, file in enumerate(files):
-            its = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
-            processes.append(context.Process(target=started, args=(its, file, arguments), daemon=True))
-        for process in processes:
-            process.start()
-        while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
-            multiprocessing.connection.wait([process.sentinel for process in processes if process.is_alive()])
-        for process in processes:  # end the other ranks of one that failed
-            process.join(30 if any(process.exitcode for process in processes) else None)
-            process.terminate()
-            process.join()
-        return int(any(process.exitcode for process in processes)), "".join(file.read_text() for file in files)
-
-
-def started(environment, file, arguments):
-    """Run the cases with these variables added to the environment; standard output and error go to `file`."""
-    os.environ.update(environment)
-    os.chdir(ROOT)
-    with file.open("wb") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    torch.set_num_threads(1)
-    scale_cases.main(*arguments)
 
 
 def torchrun(world, restarts=0):
