@@ -22,15 +22,15 @@ from training.checkpoints import checkpoints, set_aside_damaged
 from training.saved import CheckpointError, load_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each model, loss and sharding of the table at least once.
 FEW = "train.epochs=2:eval.every=2:train.checkpoint_seconds=0"  # eight steps
 # How two ranks share the table or the sequences.
 SHARDINGS = ("replicated", "row_wise", "table_wise", "column_wise")
 WAYS = {sharding: [f"parallel.embedding={sharding}"] for sharding in SHARDINGS}
 WAYS |= {"heads": ["parallel.context=2"], "heads-rows": ["parallel.context=2", "parallel.embedding=row_wise"]}
 WAYS["ring"] = ["parallel.context=2", "parallel.context_by=ring", "model.attention={kind: ring, inner: hstu}"]
-SHORT = ("hstu", "hstu-table-mol", "hstu-row-fused", "bsa-column-mixed", "sasrec-row-whole", "ranking")
-SHORT = tuple(f"{case}:train.epochs=4:train.lr=1e-2:eval.every=4" for case in SHORT)
+# Each model, loss and sharding of the table once; test_a_rank_without_rows_of_the_table has fused optimisers.
+SHORT = ("hstu", "hstu-table-mol", "bsa-column-mixed", "sasrec-row-whole", "ranking")
+SHORT = tuple(f"{case}:train.epochs=3:train.lr=2e-2:eval.every=3" for case in SHORT)
 
 
 def launch(worlds, out, *cases, restarts=0, kill=None, more=None, status=0, by_torchrun=False):
@@ -80,14 +80,14 @@ def check(shared, alone):
 )
 def test_ranks_train_and_judge_as_one(tmp_path, worlds, cases):
     exported = ("hstu", "bsa-column-mixed", "sasrec-row-whole")  # replicated, by columns, by rows and with features
-    after = ["judge:hstu-row-fused", *(f"export:{case}" for case in exported)]
+    after = ["judge:sasrec-row-whole", *(f"export:{case}" for case in exported)]
     launch([1, *worlds], tmp_path, *cases, *after)
     for case in (name.partition(":")[0] for name in cases):
         one = facts_of(tmp_path, case, 1)
-        assert len(one["losses"]) >= 16 and one["losses"][-1] < 0.9 * one["losses"][0], case
+        assert len(one["losses"]) >= 12 and one["losses"][-1] < 0.9 * one["losses"][0], case
         for world in worlds:
             check(facts_of(tmp_path, case, world), one)
-    run = tmp_path / "hstu-row-fused-1"
+    run = tmp_path / "sasrec-row-whole-1"
     judged, trained = (json.loads((run / name).read_text()) for name in ("eval-test.json", "result.json"))
     assert judged["users"] == 37
     for how, metrics in trained["model"].items():
