@@ -1,6 +1,6 @@
 """Test `train.py --plan` against the sizes of a real model and optimiser, and of the tensors that autograd saves.
 
-Plans are made in separate processes: after an imitated GPU some cached tensors are fake, and Triton's interpreter must
+Plans are made in a separate process: after an imitated GPU some cached tensors are fake, and Triton's interpreter must
 be off.
 """
 
@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,8 +45,8 @@ RANKS = {
 }
 RANKING = ["task={kind: ranking, actions: [{name: liked, at_least: 1}]}", "data.protocol=last_tenth", "loss={}"]
 RANKING += ["data.synthetic.actions=true", "data.synthetic.mean_length=40"]
-# Prints the plan of each case (a list of overrides) with the bytes that autograd saves in a forward pass; then, if
-# PROGRAM has arguments, the prediction for RECORD and the output of train.py --plan.
+# Prints the plan of each case (a list of overrides) with the bytes that autograd saves in a forward pass; then the
+# prediction for RECORD, and the output of train.py --plan with the arguments PROGRAM.
 SCRIPT = """
 import gc
 gc.disable()  # to look through all that is imported takes seconds
@@ -83,9 +83,8 @@ for case in CASES:
     plan = planning.plan(data.config, data, recorded, planning.GPU_BYTES)
     print(json.dumps(asdict(plan) | {"peak": plan.peak, "training_peak": plan.training_peak,
                                      "saved": sum(saved.values())}))
-if json.loads(PROGRAM):
-    print(json.dumps(scale_tables.predicted(json.loads(RECORD))), flush=True)
-    sys.exit(train.main([CONFIG, "--plan", *json.loads(PROGRAM)]))
+print(json.dumps(scale_tables.predicted(json.loads(RECORD))), flush=True)
+sys.exit(train.main([CONFIG, "--plan", *json.loads(PROGRAM)]))
 """
 # A record of benchmarks/scale.py for two ranks, with the keys that the prediction reads.
 RECORD = {"case": "whole", "overrides": ["train.cuda_graphs=true", "parallel.data=auto", "parallel.embedding=row_wise"]}
@@ -93,18 +92,26 @@ RECORD |= {"items": 100_000, "ranks": 2, "steps": 2, "largest": [2000, 16], "bef
 RECORD["overrides"] += ["model.embedding_dim=128", "loss={kind: cross_entropy}", "train.batch_size=16"]
 
 
-def planned(cases: dict[str, list[str]], program: Sequence[str] = ()) -> tuple[dict[str, dict], list[str]]:
-    """Return the plan of each case by its name, and the lines printed after them.
-
-    cases: overrides of the synthetic configuration. program: arguments of train.py --plan.
-    """
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> tuple[dict[str, dict], list[str], Path]:
+    """Return the plan of each case by its name, the lines printed after them, and the folder for runs."""
+    folder = tmp_path_factory.mktemp("plans")
+    path = folder / "items.csv"
+    path.write_text("item,group\n" + "\n".join(f"{item},{item % 7}" for item in range(1, 121)) + "\n")
+    features = f"{{items: {{format: csv, path: {path}, unknown: add, columns: {{group: category}}}}}}"
+    features = f"data.features={features}"
+    sharded = [features, "parallel.embedding=row_wise"]
+    cases = KINDS | RANKS | {"ranking": RANKING, "recomputed": ["train.recompute=true"]}
+    cases |= {"features": [features], "features, sharded": sharded}
+    cases |= {"features, whole": [*sharded, "loss.kind=cross_entropy"]}
+    program = [SMALL, f"run_dir={folder / 'runs'}", "--gpu-memory", "80"]
     environ = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, "configs/synthetic-hstu.yaml", json.dumps(RECORD), json.dumps(program)]
     command += [json.dumps([SMALL, *case]) for case in cases.values()]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    return dict(zip(cases, map(json.loads, lines))), lines[len(cases) :]
+    return dict(zip(cases, map(json.loads, lines))), lines[len(cases) :], folder / "runs"
 
 
 def check_weights_and_optimiser(plan, overrides):
@@ -136,17 +143,8 @@ def check_activations(plan, kind):
     assert activations < plan["step"] < plan["training_peak"] <= plan["peak"]
 
 
-# One test for the plans of one process and one for those of ranks: each starts a process, which takes long.
-def test_plans_of_one_process(tmp_path):
-    path = tmp_path / "items.csv"
-    path.write_text("item,group\n" + "\n".join(f"{item},{item % 7}" for item in range(1, 121)) + "\n")
-    features = f"{{items: {{format: csv, path: {path}, unknown: add, columns: {{group: category}}}}}}"
-    features = f"data.features={features}"
-    sharded = [features, "parallel.embedding=row_wise"]
-    cases = KINDS | {"ranking": RANKING, "recomputed": ["train.recompute=true"]}
-    cases |= {"features": [features], "features, sharded": sharded}
-    cases |= {"features, whole": [*sharded, "loss.kind=cross_entropy"]}
-    plans, _ = planned(cases)
+def test_plans_of_one_process(planned):
+    plans, _, _ = planned
     for kind, overrides in KINDS.items():
         check_weights_and_optimiser(plans[kind], overrides)
         check_activations(plans[kind], kind)
@@ -167,8 +165,8 @@ def test_plans_of_one_process(tmp_path):
     assert split["persistent"]["optimiser"] == one["persistent"]["optimiser"]
 
 
-def test_plans_of_ranks_and_of_the_program(tmp_path):
-    plans, (predicted, *printed) = planned(RANKS, [SMALL, f"run_dir={tmp_path}", "--gpu-memory", "80"])
+def test_plans_of_ranks_and_of_the_program(planned):
+    plans, (predicted, *printed), runs = planned
     one, replicated, sharded, column, fused, whole = (plans[name] for name in RANKS)
     assert (one["ranks"], replicated["ranks"], sharded["ranks"]) == (1, 4, 4)
     assert replicated["tokens"] < one["tokens"] / 3 and replicated["step"] < one["step"]
@@ -200,7 +198,7 @@ def test_plans_of_ranks_and_of_the_program(tmp_path):
 
     text = "\n".join(printed)
     assert "MiB, of 81,920 MiB on a GPU" in text and "peak, including evaluations" in text
-    assert not list(tmp_path.iterdir())
+    assert not runs.exists()
 
 
 def test_meter_counts_live_tensors():
