@@ -19,9 +19,12 @@ def run_python(folder: Path, code: str) -> subprocess.CompletedProcess:
 
 
 def test_imports_from_another_folder(tmp_path):
+    """Check also that importing the operators does not load torch._dynamo, which takes a second; a first call does."""
     (tmp_path / "data").mkdir()  # a folder without __init__.py hides no package
-    done = run_python(tmp_path, "import serving, training, experiments; print(serving.Recommender.__name__)")
-    assert done.stdout == "Recommender\n", done.stderr
+    code = "import hstu_sparse, training.config; print('torch._dynamo' in sys.modules); "
+    code += "import serving, training, experiments; print(serving.Recommender.__name__)"
+    done = run_python(tmp_path, code)
+    assert done.stdout == "False\nRecommender\n", done.stderr
 
 
 @pytest.mark.parametrize("name", hstu_sparse_checkout.PACKAGES)

@@ -142,7 +142,12 @@ def test_operators_do_not_import_one_another():
     assert len(rooms) > 5 and rooms > SHARED and not wrong, wrong
 
 
-PACKAGES = [name for name, file in MODULES.items() if file.name == "__init__.py" or file.parent == ROOT]
+# Each package of hstu_sparse is imported after hstu_sparse itself, which imports all operators.
+PACKAGES = [
+    name
+    for name, file in MODULES.items()
+    if (file.name == "__init__.py" or file.parent == ROOT) and not name.startswith("hstu_sparse.")
+]
 
 
 @pytest.mark.parametrize(
@@ -162,13 +167,6 @@ def test_no_function_hides_a_module():
     import hstu_sparse
 
     assert not [name for name in hstu_sparse.__all__ if f"hstu_sparse.{name}" in MODULES]
-
-
-def test_importing_the_operators_is_fast():
-    """Check that `import` does not load torch._dynamo, which takes a second; a first call does."""
-    code = "import sys, hstu_sparse, training.config; print([m for m in ('torch._dynamo',) if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr[-2000:]
 
 
 @functools.cache

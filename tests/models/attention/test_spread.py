@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "configs/synthetic-hstu.yaml"
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_kind_equals_one_process(world):
     ranks = run_ranks(heads_cases.all_of_rank, world, world, timeout=60)
     assert all(isinstance(rank, dict) for rank in ranks), ranks
