@@ -22,7 +22,6 @@ from serving.http.event_log import EventLog
 
 MOMENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.chmod"}
 RECORDS = 2  # records that a process appends
-event_log.FULL = 200
 
 
 class Expected:
@@ -109,6 +108,7 @@ def check(folder: Path, copied: Path, expected: Expected, pending: dict | None) 
 
 
 def main(folder: Path) -> None:
+    event_log.FULL = 200
     files, expected, moment = folder / "log", Expected(), 0
     files.mkdir()
     while True:

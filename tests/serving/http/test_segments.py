@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +11,11 @@ from serving.http import event_log
 from serving.http.event_log import EventLog
 from serving.http.log_reader import LogError, line_of
 from serving.http.replay import replay
+from tests.serving.http import log_under_kills
 from tests.serving.http.test_event_log import count, events, files_of_at_most, mode, record, service
 from tests.serving.http.test_user_ids import USERS
 from tests.serving.plain import make_config, make_model, serve
+from tests.support.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -187,13 +187,11 @@ def test_a_full_disk_and_segments(tmp_path, full):
 
 def test_kills_at_every_moment(tmp_path):
     """Whenever a process is killed, no acknowledged event is lost or repeated, and deleted users stay deleted."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.serving.http.log_under_kills", tmp_path],
-        capture_output=True, text=True, cwd=ROOT, timeout=800,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    kills, *_ = done.stdout.split()
-    assert int(kills) > 20 and "tmp" not in done.stdout
+    process = Forked(log_under_kills.main, tmp_path)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    kills, *_ = output.split()
+    assert int(kills) > 20 and "tmp" not in output
 
 
 def test_columns_keep_ids_items_and_actions(tmp_path, full):
