@@ -1,30 +1,26 @@
 """Test `compare` from Python: the result of compare.py, continued in its folder, shown in a notebook."""
 
-import contextlib
-import io
 from pathlib import Path
 
 import pytest
 
-import train
 from data.errors import ConfigError
 from experiments import compare, runs
 from tests.experiments.test_fitting import CONFIG, orders
-from tests.programs.tiny import Ended
+from tests.programs.tiny import run_here
 
 SETTINGS = {"dense": {}, "small": {"model": {"embedding_dim": 4}}}
 
 
 @pytest.fixture
 def launched(tmp_path, monkeypatch):
-    """Run jobs in this process, since each start of Python takes seconds; return the list of their names."""
+    """Run jobs in this process; return the list of their names."""
     monkeypatch.chdir(tmp_path)
     names = []
 
     def launch(job, parallel):
         names.append(job.name)
-        with job.log.open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(io.StringIO()):
-            return Ended(train.main(job.command[1:]))
+        return run_here(job)
 
     monkeypatch.setattr(runs, "launch", launch)
     return names

@@ -8,19 +8,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import compare
-import train
-from benchmarks import train as benchmark
 from cli.interrupt import Interrupts, Stopped
 from experiments import runs
 from experiments.runs import Job, run_all
-from tests.programs.tiny import Ended, tiny
+from tests.programs.tiny import run_here, tiny
+from tests.support.forked import Forked
 from training import loop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,10 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """Return a folder with plan.yaml; jobs run in this process, since each start of Python takes seconds.
-
-    `place.launched` has their names.
-    """
+    """Return a folder with plan.yaml; jobs run in this process, and `place.launched` has their names."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(tiny())
     write_plan()
@@ -39,10 +34,7 @@ def place(tmp_path, monkeypatch):
 
     def launch(job, parallel):
         launched.append(job.name)
-        script, *arguments = job.command
-        main = {"train.py": train.main, "benchmarks/train.py": benchmark.main}[os.path.relpath(script, ROOT)]
-        with job.log.open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            return Ended(main(arguments) or 0)
+        return run_here(job)
 
     monkeypatch.setattr(runs, "launch", launch)
     return SimpleNamespace(launched=launched)
@@ -202,20 +194,18 @@ def test_parallel_jobs(tmp_path):
     assert (tmp_path / "good.log").read_text() == "fine\n"
 
 
+def run_one(job):
+    run_all([job], Interrupts())
+
+
 def test_a_killed_comparison_ends_its_runs(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     child = (
         f"import time; pipe = open({str(tmp_path / 'pipe')!r}, 'w'); print(1, file=pipe, flush=True); time.sleep(600)"
     )
-    parent = f"""
-from pathlib import Path
-from experiments.runs import Job, run_all
-from cli.interrupt import Interrupts
-run_all([Job("x", ["-c", {child!r}], Path({str(tmp_path / "log")!r}))], Interrupts())
-"""
-    process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT)
+    process = Forked(run_one, Job("x", ["-c", child], tmp_path / "log"))
     with (tmp_path / "pipe").open() as pipe:
         assert pipe.readline() == "1\n"
         process.kill()
         assert pipe.read() == ""  # end of file: the child has ended
-    process.wait()
+    process.communicate()

@@ -156,7 +156,17 @@ def program(*arguments, environment=None, **files):
     return done.returncode, done.stderr.splitlines()
 
 
+def test_closed_standard_output(place, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)  # as in a new Python
+    assert evaluation.main(["run"]) == 2
+    monkeypatch.undo()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: standard output cannot be written: Bad file descriptor; all files are complete"
+
+
+@pytest.mark.slow
 def test_closed_standard_output_loses_nothing(place):
+    """Check that no file that is opened as descriptor 1 gets the output."""
     (place / "run" / "eval-test.json").unlink(missing_ok=True)
     status, errors = program(ROOT / "eval.py", "run", preexec_fn=lambda: os.close(1))
     assert status == 2 and len(errors) == 1

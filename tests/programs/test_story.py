@@ -39,9 +39,10 @@ def test_the_story(tmp_path, monkeypatch):
     (tmp_path / "events.csv").write_text("user,item,timestamp\n" + events())
     (tmp_path / "run.yaml").write_text(CONFIG.replace("PATH", "."))
     assert run("train.py", "run.yaml", "--run", "whole").returncode == 0
-    for kind in ATTENTION:
-        done = run("train.py", "run.yaml", f"model.attention.kind={kind}", "train.epochs=1", "--run", f"of-{kind}")
-        assert done.returncode == 0, done.stderr
+    layers = ", ".join(f"{{kind: {kind}}}" for kind in ATTENTION)
+    every = [f"model.attention=[{layers}]", f"model.num_layers={len(ATTENTION)}", "train.epochs=1"]
+    done = run("train.py", "run.yaml", *every, "--run", "every-kind")
+    assert done.returncode == 0, done.stderr
 
     # Interrupted while the data are prepared, in the first epoch, in its evaluation, and at the end.
     stops = (

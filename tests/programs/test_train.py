@@ -141,10 +141,11 @@ def test_killed_and_resumed_ends_the_same(tmp_path):
     """Kill a run within an epoch, as a checkpoint is moved into place, in best/, and between files of a checkpoint."""
     reference, folder = tmp_path / "reference", tmp_path / "run"
     varied = ["train.augment={window: 0.5, drop: 0.1, shuffle: 5.0}", "train.checkpoint_seconds=0", "train.epochs=3"]
+    varied.append("train.batch_size=50")  # four steps an epoch
     assert start(reference, *varied).returncode == 0
     resume = ["--resume", folder]
-    dies([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *varied, "--run", folder], "training.loop", "set_lr", 20)
-    assert checkpoints(folder)[-1].name == "step-00000019"
+    dies([ROOT / "configs/synthetic-hstu.yaml", *SETTINGS, *varied, "--run", folder], "training.loop", "set_lr", 7)
+    assert checkpoints(folder)[-1].name == "step-00000006"
     for moment in ("os", "rename", 2), ("training.saved", "save_file", 1), ("training.checkpoints", "write_facts", 3):
         dies(resume, *moment)
     assert not (folder / "result.json").exists()

@@ -18,7 +18,7 @@ import train
 import tune
 from cli.interrupt import Stopped
 from data.errors import ConfigError
-from tests.programs.tiny import Ended, tiny
+from tests.programs.tiny import run_here, tiny
 from training import loop
 from training.folder import wait_until_free
 from training.run import TrainingError
@@ -45,8 +45,7 @@ def place(tmp_path, monkeypatch):
 
     def launch(job, parallel):
         commands.append(job.command[1:])
-        with job.log.open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            return Ended(train.main(job.command[1:]))
+        return run_here(job)
 
     monkeypatch.setattr(tuning, "launch", launch)
     return SimpleNamespace(commands=commands)
@@ -116,7 +115,7 @@ def test_a_bad_trial_is_pruned_and_a_failing_one_is_named(place):
     Path("space.yaml").write_text(
         "space: {train.lr: {choices: [3e-2, 1e-9, 1e30]}}\npruning: {startup_trials: 1, warmup_epochs: 0}\n"
     )
-    done = run("tiny.yaml", "space.yaml", "--trials", "6", "--out", "out", "train.lr=3e-2")
+    done = run("tiny.yaml", "space.yaml", "--trials", "4", "--out", "out", "train.lr=3e-2")
     assert done.returncode == 0, done.stderr
     states = {(row["train.lr"], row["state"]) for row in rows("out")}
     assert {("0.03", "complete"), ("1e-09", "pruned"), ("1e+30", "fail")} == states
