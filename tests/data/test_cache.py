@@ -1,24 +1,23 @@
 """Test the cache of prepared data: its key, damage, killed and concurrent writers."""
 
+import itertools
 import json
 import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data import atomic, cache, prepare
+from data.datasets import load_dataset
 from tests.data.raw_files import CSV, GOOD, error_of, events
+from tests.support.forked import Forked
 
 pytest.importorskip("polars")  # it reads raw files
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -97,28 +96,25 @@ def test_exception_midway_leaves_nothing(load, monkeypatch, tmp_path):
     assert load("ml-100k", tmp_path / "raw.txt").num_events == 16
 
 
+def prepare_and_die(file, cache):
+    """Prepare a file, but kill this process before the third array is saved."""
+    save, calls = np.save, itertools.count(1)
+
+    def mortal(*arguments, **options):
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(*arguments, **options)
+
+    np.save = mortal
+    load_dataset("ml-100k", str(file), cache_dir=str(cache))
+
+
 def test_kill_midway_leaves_no_half_cache(load, tmp_path):
     file = tmp_path / "raw.txt"
     file.write_text(GOOD)
-    program = f"""
-import time
-import numpy as np
-from data.datasets import load_dataset
-save, calls = np.save, []
-def slow(*args, **kwargs):
-    calls.append(1)
-    if len(calls) == 3:
-        print("midway", flush=True)
-        time.sleep(3600)
-    save(*args, **kwargs)
-np.save = slow
-load_dataset("ml-100k", {str(file)!r}, cache_dir={str(tmp_path / "cache")!r})
-"""
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().strip() == "midway"
-        process.send_signal(signal.SIGKILL)
-        assert process.stdout.read() == ""  # end of file: the program has ended
+    process = Forked(prepare_and_die, file, tmp_path / "cache")
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
     (leftover,) = (tmp_path / "cache").iterdir()
     assert leftover.name.startswith(".")
     assert load("ml-100k", file).num_events == 16

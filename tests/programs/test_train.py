@@ -359,7 +359,7 @@ def test_a_signal_saves_nothing_that_is_not_finite(tmp_path, monkeypatch):
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000000"] and all_finite(tmp_path / "run")
 
 
-@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("file", [pytest.param(".metadata", marks=pytest.mark.slow), "__0_0.distcp"])
 def test_a_flipped_byte_goes_back_to_the_checkpoint_before(finished, copy, file):
     reference, _ = finished
     before, last = checkpoints(copy)

@@ -26,7 +26,7 @@ data: {format: synthetic, protocol: leave_one_out, synthetic: {num_users: 40, nu
   mean_length: 8, max_length: 12}}
 model: {block: hstu, max_seq_len: 12, embedding_dim: 8, num_layers: 1, attention: {kind: dense}}
 loss: {num_negatives: 4}
-train: {epochs: 2, batch_size: 16, checkpoint_seconds: 0}
+train: {epochs: 2, batch_size: 16, checkpoint_seconds: 1000}
 """
 
 
