@@ -202,7 +202,7 @@ def test_slow_and_idle_clients_are_disconnected(trained, tmp_path):  # noqa: F81
         counts = client.get("/metrics").text
         assert 'status="408"} 1.0' in counts and 'status="413"} 1.0' in counts
         unread = connected(client)
-        unread.settimeout(1)
+        unread.settimeout(0.3)
         with contextlib.suppress(OSError):
             while True:
                 unread.sendall(head("GET", "/openapi.json") * 1000)  # until the service reads no more

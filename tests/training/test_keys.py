@@ -84,6 +84,15 @@ def test_the_program_prints_keys(prefix, status, says):
     assert says in "".join(process.communicate()) and process.returncode == status
 
 
+def test_a_closed_pipe_is_no_error():
+    process = Forked(run_train, "--keys", "train")
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.process.join()
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
 def test_the_output_can_be_piped_to_head():
     line = f"set -o pipefail; {sys.executable} train.py --keys train | head -1"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)

@@ -100,10 +100,9 @@ def prepare(folder: Path, source: dict, count: int | None, **options) -> dict[st
 def test_ranges_make_the_same_cache(tmp_path, source):
     (tmp_path / "raw").mkdir()
     source_files = SOURCES[source](tmp_path / "raw")
-    for name, least, counts in (("few", {}, (2, 12)), ("all", {"min_user_events": 1, "min_item_events": 1}, (5,))):
+    for name, least, count in (("few", {}, 12), ("all", {"min_user_events": 1, "min_item_events": 1}, 2)):
         expected = prepare(tmp_path / f"{name}-1", source_files, 1, **least)
-        for count in counts:
-            assert prepare(tmp_path / f"{name}-{count}", source_files, count, **least) == expected
+        assert prepare(tmp_path / f"{name}-{count}", source_files, count, **least) == expected
 
 
 @pytest.mark.skipif(not (REAL / "ml-100k" / "u.data").exists(), reason="no MovieLens 100K here")
