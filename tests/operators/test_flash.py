@@ -96,10 +96,11 @@ OPTIONS = {
     "window": dict(causal=False, window=(9, 5), kv_heads=1),
     "dropout": dict(dropout=0.25, alibi="sequences", contiguous=False),
 }
-# With the first options no case is marked slow, with the others all but these.
+# With the first options few cases are marked slow, with the others all but these.
 FAST = ("empty batch", "all sequences empty", "an empty sequence in the middle")
+CAUSAL = (*FAST, "length 1", "one sequence only", "N far above every length")
 CASES = [
-    pytest.param(options, case, marks=[] if options == "causal" or case in FAST else pytest.mark.slow)
+    pytest.param(options, case, marks=[] if case in (CAUSAL if options == "causal" else FAST) else pytest.mark.slow)
     for options in OPTIONS
     for case in EDGE_CASES
 ]
@@ -183,9 +184,9 @@ def test_rows_without_keys_in_a_later_step_keep_their_output():
 
 
 def test_gradients_of_the_reference():
-    inputs = [make_jagged([5, 3], (h, 4), dtype=torch.float64, seed=h).requires_grad_() for h in (2, 1, 1)]
+    inputs = [make_jagged([4, 2], (h, 4), dtype=torch.float64, seed=h).requires_grad_() for h in (2, 1, 1)]
     attend = functools.partial(
-        flash_attention, seq_offsets=make_offsets([5, 3]), window_size=(2, 1), dropout=0.3, seed=torch.tensor([3])
+        flash_attention, seq_offsets=make_offsets([4, 2]), window_size=(2, 1), dropout=0.3, seed=torch.tensor([3])
     )
     assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v), inputs)
 

@@ -210,10 +210,10 @@ def test_the_loss_gradient_is_pi_less_p_and_leaves_q_and_k_alone(backend, valid)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_loss_gradient_of_a_retained_graph(backend):
-    lengths = (5, 8)
+    lengths = (3, 2)
     x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
     indices = cases.any_indices(lengths, 4, torch.Generator().manual_seed(0))
-    scores = torch.randn(13, 4, requires_grad=True)
+    scores = torch.randn(5, 4, requires_grad=True)
     loss = indexer_loss(x["q"], x["k"], scores, indices, offsets, backend=backend)
     first = torch.autograd.grad(loss, scores, torch.tensor(3.0), retain_graph=True)[0].clone()
     for _ in range(2):
@@ -243,9 +243,9 @@ def test_saved_and_gathered_scores_give_the_same_loss():
     from hstu_sparse.core.launch import LaunchConfig, override
     from hstu_sparse.indexer.loss import loss_config
 
-    lengths = (5, 2)
+    lengths = (3, 1)
     x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
-    scores = torch.randn(7, 50, requires_grad=True)
+    scores = torch.randn(4, 50, requires_grad=True)
     indices = cases.any_indices(lengths, 50, torch.Generator().manual_seed(0))
     bias = tables(lengths, torch.float32)
     results = []
@@ -254,8 +254,8 @@ def test_saved_and_gathered_scores_give_the_same_loss():
         with override(loss_config, lambda *_, config=config: config):
             loss = indexer_loss(x["q"], x["k"], scores, indices, offsets, bias=bias, backend="triton")
             padded = compute_index_loss_sparse(
-                x["q"][:6].view(2, 3, *x["q"].shape[1:]).transpose(1, 2), x["k"][:6].view(2, 3, -1),
-                scores[:6].view(2, 3, 50), indices[:6].view(2, 3, 50), 0.4, backend="triton",
+                x["q"].view(2, 2, *x["q"].shape[1:]).transpose(1, 2), x["k"].view(2, 2, -1),
+                scores.view(2, 2, 50), indices.view(2, 2, 50), 0.4, backend="triton",
             )  # fmt: skip
         results.append((loss.detach(), padded.detach(), *torch.autograd.grad(loss + padded, scores)))
     for others in results[1:]:
@@ -299,10 +299,13 @@ def choice_with(capacity, sample):
 @pytest.mark.parametrize(
     "kind",
     [
-        "few numbers", "all zero",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("none above zero", "ascending", "descending", "infinite")),
+        "few numbers",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("all zero", "none above zero", "ascending", "descending", "infinite")
+        ),
     ],
-)  # fmt: skip
+)
 def test_ties_are_exact(kind, backend, monkeypatch):
     """Whole numbers, so that equal scores are equal bits; rows with so little room that every kernel has work."""
     lengths, top_k, choosing = (44, 0, 9, 1), 7, contextlib.nullcontext()
@@ -349,23 +352,23 @@ def test_the_sample_spares_the_refill(monkeypatch):
             return lambda *arguments, **options: counts.append((arguments[4].clone(), arguments[2]))  # and tokens
 
     monkeypatch.setattr(topk, "lightning_indexer_refill_kernel", Look())
-    x = inputs((160,), dtype=torch.float32)
-    operands = x["iq"], x["ik"], x["w"].abs(), make_offsets((160,)), 4
-    with choice_with(96, 256):
+    x = inputs((100,), dtype=torch.float32)
+    operands = x["iq"], x["ik"], x["w"].abs(), make_offsets((100,)), 4
+    with choice_with(64, 256):
         _, indices = lightning_indexer(*operands, backend="triton")
     assert kernel is not topk.lightning_indexer_refill_kernel and len(counts) == 1
     num_candidates, tokens = counts[0]
     num_candidates = num_candidates[tokens >= 0]
-    assert (num_candidates[96:] >= 4).all() and (num_candidates <= 96).all() and num_candidates[96:].float().mean() < 48
+    assert (num_candidates[64:] >= 4).all() and (num_candidates <= 64).all() and num_candidates[64:].float().mean() < 40
     assert torch.equal(indices, lightning_indexer(*operands)[1])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything_chosen_is_dense_attention(backend):
-    lengths = (9, 0, 17)
+    lengths = (5, 0, 12)
     x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
     bias = tables(lengths, torch.float32)
-    _, indices = lightning_indexer(x["iq"], x["ik"], x["w"], offsets, 17, backend=backend)
+    _, indices = lightning_indexer(x["iq"], x["ik"], x["w"], offsets, 12, backend=backend)
     out = sparse_attention(x["q"], x["k"], x["v"], indices, offsets, bias=bias, backend=backend)
     begin = 0
     for length in lengths:
@@ -571,7 +574,7 @@ def test_opcheck(name, group):
     from hstu_sparse.indexer import loss as losses
     from hstu_sparse.indexer.choices import choice_rows
 
-    lengths = (4, 0, 2)
+    lengths = (3,)
     x, offsets = inputs(lengths, dtype=torch.float32), make_offsets(lengths)
     bias = tables(lengths, torch.float32)
     position = bias.position.requires_grad_()

@@ -247,7 +247,10 @@ def test_softmax_needs_a_causal_mask(change):
 @pytest.mark.parametrize(
     ("mask", "options"),
     [
-        (dict(context=40, context_sees_all=True, target_group_size=2, full_attention_prefix=0), {}),
+        (
+            dict(context=40, context_sees_all=True, target_group_size=2, full_attention_prefix=0),
+            dict(heads=1, kv_heads=1),
+        ),
         (
             dict(context=5, context_sees_all=False, target_group_size=5, full_attention_prefix=9),
             dict(window=(11, -1), alibi="heads", kv_heads=1),

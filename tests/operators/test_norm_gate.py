@@ -216,8 +216,14 @@ def test_only_the_needed_gradients():
 
 
 @interpreter
-@pytest.mark.parametrize("gate", [True, False])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("gate", "dropout"),
+    [
+        (True, 0.3),
+        (False, 0.0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 0.0), (False, 0.3))),
+    ],
+)
 def test_opcheck(gate, dropout):
     x, u = inputs(5, 6).values()
     rest = (u if gate else None, torch.tensor([3]) if dropout else None, 1e-6, dropout, None)

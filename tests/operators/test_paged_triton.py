@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(not INTERPRET, reason="kernels on a CPU need TRI
 
 LENGTHS = dict(lengths=(40, 0, 1, 33), query_lengths=(3, 2, 1, 0))
 BIASED = dict(position=True, timed=True)
+CODES = dict(bits=2, sink_tokens=4, head_group=2)
 CASES = {
     "append": dict(LENGTHS, **BIASED),
     "append, softmax, parts": dict(LENGTHS, softmax=True, splits=2, **BIASED),
@@ -48,8 +49,14 @@ def test_kernels_agree_with_the_reference(name):
     operator("paged").check("cpu", **dict(groups=1, head_size=16, value_size=16) | CASES[name])
 
 
-@pytest.mark.parametrize("options", [{}, dict(bits=2, sink_tokens=4, head_group=2)])
-@pytest.mark.parametrize("new", [(3, 2, 13), (17, 40, 40)])
+@pytest.mark.parametrize(
+    ("new", "options"),
+    [
+        ((3, 2, 13), {}),
+        ((17, 40, 40), CODES),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (((3, 2, 13), CODES), ((17, 40, 40), {}))),
+    ],
+)
 def test_dropped_tokens_are_not_read(options, new):
     """New tokens in a page of -1 are not stored: later tokens do not read them, and all other results are right.
 
@@ -82,20 +89,28 @@ def test_dropped_tokens_are_not_read(options, new):
 
 
 @pytest.mark.parametrize(
-    "call", [dict(), dict(activation="softmax", splits=2), dict(bits=2, sink_tokens=4, head_group=2), dict(timed=False)]
+    "call",
+    [
+        dict(),
+        dict(activation="softmax", splits=2, timed=False),
+        CODES,
+        pytest.param(dict(activation="softmax", splits=2), marks=pytest.mark.slow),
+        pytest.param(dict(timed=False), marks=pytest.mark.slow),
+    ],
 )
 def test_one_new_token_is_a_candidate_bit_for_bit(call):
     """A bias computed once for each position is the bias of each pair."""
+    call = dict(call)
     splits, timed, activation = (call.pop(x, y) for x, y in dict(splits=1, timed=True, activation="silu").items())
-    lengths, heads, size = (70, 0, 1, 33), 2, 16
-    pool = PagePool(PageFormat(heads, size, size, torch.float32, **call), 20, num_sequences=4)
+    lengths, heads, size = (70, 0, 1), 2, 16
+    pool = PagePool(PageFormat(heads, size, size, torch.float32, **call), 20, num_sequences=3)
     pages = pool.table([pool.reserve([], n + 1) for n in lengths])
-    n, zero, ones = torch.tensor(lengths), torch.zeros(4, dtype=torch.int64), make_offsets([1] * 4)
+    n, zero, ones = torch.tensor(lengths), torch.zeros(3, dtype=torch.int64), make_offsets([1] * 3)
     k, v = (make_jagged(lengths, (heads, size), seed=i) for i in range(2))
     pool.write(0, k, v, make_offsets(lengths), pages, zero, backend="triton")
     pool.write_timestamps(make_timestamps(lengths), make_offsets(lengths), pages, zero)
-    q, k, v = (make_jagged([1] * 4, (heads, size), seed=i) for i in range(2, 5))
-    times = torch.tensor([2**31, 5, 7, 3])
+    q, k, v = (make_jagged([1] * 3, (heads, size), seed=i) for i in range(2, 5))
+    times = torch.tensor([2**31, 5, 7])
     bias = RelativeBias(make_jagged([80], ()), make_jagged([60], ()) if timed else None, times, times + 40)
 
     def out(candidates):
