@@ -35,7 +35,12 @@ CASES = [(form, option) for form in FORMS for option in OPTIONS] + [(form, "caus
 
 
 def lengths_of(form: str, world: int, longer: int = 1) -> list[int]:
-    """Return the lengths of whole sequences: equal and divisible by `world`, or uneven, some less than `world`."""
+    """Return the lengths of whole sequences: equal and divisible by `world`, or uneven, some less than `world`.
+
+    A form that is also "few" has fewer of them, for the interpreter.
+    """
+    if "few" in form:
+        return [26 * longer, 3, 0]
     return [37 * longer, 3, 0, 26 * longer, 1] if "varlen" in form else [8 * world * longer] * 2
 
 
