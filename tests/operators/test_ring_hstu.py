@@ -45,5 +45,5 @@ def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
-    case = "both biases, several sequences"
+    case = "both biases, few tokens"
     check(case, 2, run_ranks(all_hstu_results, 2, 2, [case], "triton"))
