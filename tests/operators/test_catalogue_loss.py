@@ -291,8 +291,12 @@ CASES = {
 }
 
 
+# Cases whose options others have, in the same kernels.
+COMBINED = ("whole catalogue", "a learned temperature", "negatives of blocks, no normalisation")
+
+
 @interpreter
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in COMBINED else []) for x in CASES])
 def test_kernels_agree_with_the_reference(name):
     pytest.importorskip("triton")
     check("cpu", **{**CASE, **CASES[name]})
@@ -345,7 +349,7 @@ def test_kernels_with_tensor_descriptors(name):
 
 
 @interpreter
-@pytest.mark.parametrize("items", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
+@pytest.mark.parametrize("items", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5))])
 @pytest.mark.parametrize("sampled", ["shared", "per token"])
 def test_popular_items_are_cut_and_merged(sampled, items, monkeypatch):
     """Test runs of the table's gradient longer than a piece: cut within a window, over several, and at its end."""

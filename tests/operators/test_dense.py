@@ -119,8 +119,14 @@ def test_kernels_refuse_what_they_cannot_do():
 # The kernels, in the interpreter.
 
 
+# Shapes that cases below have too.
+LONGER = ("lengths that divide nothing", "one sequence only")
+
+
 @interpreter
-@pytest.mark.parametrize("name", EDGE_CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONGER else []) for name in EDGE_CASES]
+)
 def test_edge_cases(name):
     lengths, n = EDGE_CASES[name]
     heads = 2 if name == "an empty sequence in the middle" else 1
@@ -132,12 +138,12 @@ def test_edge_cases(name):
     ("features", "window"),
     [
         ((), 0),
-        ((), 20),
-        (("targets",), 0),
+        pytest.param((), 20, marks=pytest.mark.slow),
+        pytest.param(("targets",), 0, marks=pytest.mark.slow),
         (("targets",), 20),
         (("position",), 0),
         (("time",), 0),
-        (("targets", "position"), 33),
+        pytest.param(("targets", "position"), 33, marks=pytest.mark.slow),
         (("targets", "position", "time", "query_times"), 0),
     ],
 )
@@ -146,7 +152,15 @@ def test_features(features, window):
 
 
 @interpreter
-@pytest.mark.parametrize(("d", "v"), [(16, 40), (25, 25), (50, 64), (128, 16), (200, 256)])
+@pytest.mark.parametrize(
+    ("d", "v"),
+    [
+        (16, 40),
+        (25, 25),
+        (200, 256),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((50, 64), (128, 16))),
+    ],
+)
 def test_head_sizes(d, v):
     compare(inputs((40, 21), 48, heads=1, d=d, v=v))
 
@@ -218,13 +232,8 @@ def test_timestamps_far_apart(few_near_blocks):
 
 
 @interpreter
-def test_strided_inputs():
-    compare(inputs((33, 20), 40, features=("position",), contiguous=False))
-
-
-@interpreter
-def test_int32_offsets_and_alpha():
-    x = inputs((33, 20), 40, heads=1)
+def test_strided_inputs_int32_offsets_and_alpha():
+    x = inputs((33, 20), 40, features=("position",), contiguous=False)
     x["seq_offsets"] = x["seq_offsets"].int()
     compare({**x, "scale": 0.9})
 
@@ -363,7 +372,7 @@ def test_compiles_as_one_graph():
 
 
 @interpreter
-@pytest.mark.parametrize("table", ["position", "time"])
+@pytest.mark.parametrize("table", [pytest.param("position", marks=pytest.mark.slow), "time"])
 def test_a_zeroed_entry_of_a_tables_gradient_is_seen(table, monkeypatch):
     from hstu_sparse.dense import launch
     from tests.random.cases import dense

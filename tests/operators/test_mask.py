@@ -204,7 +204,7 @@ def test_errors(options, error, message):
 
 ALL = ("context", "all", "targets", "groups", "prefix", "position", "time", "query_times")
 OPTIONS = [
-    (("context", "position"), 0),
+    pytest.param(("context", "position"), 0, marks=pytest.mark.slow),
     (("context", "targets", "prefix", "time", "position"), 20),
     (("context", "all", "targets", "position"), 33),
     (("targets", "groups", "position"), 3),

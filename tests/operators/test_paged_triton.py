@@ -44,7 +44,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Written and read as in test_dropped_tokens_are_not_read.
+LONG = "2 bits, many"
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x == LONG else []) for x in CASES])
 def test_kernels_agree_with_the_reference(name):
     operator("paged").check("cpu", **dict(groups=1, head_size=16, value_size=16) | CASES[name])
 

@@ -111,7 +111,14 @@ def test_self_attention_is_one_graph():
     torch.testing.assert_close(compiled, expected)
 
 
-@pytest.mark.parametrize("name", ["empty batch", "all sequences empty", "length 1", "N far above every length"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "empty batch",
+        "all sequences empty",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("length 1", "N far above every length")),
+    ],
+)
 def test_edge_cases(name):
     lengths, N = EDGE_CASES[name]
     check("cpu", **(BASE | dict(lengths=list(lengths), query_lengths=[2 for _ in lengths], max_seq_len=N)))
