@@ -45,7 +45,7 @@ def test_ranks_equal_one_process(world):
         assert parts == tokens_of_ranks(len(whole[0]), world)
     assert all(rank["twice"] for rank in ranks)
     for case in heads_cases.losses_of(world):
-        whole = heads_cases.index_loss(slice(None), *case)
+        whole = heads_cases.index_loss(slice(None), "reference", *case[1:])
         for rank in ranks:
             torch.testing.assert_close(rank["index losses"][case], whole, rtol=1e-5, atol=1e-7)
     for rank in ranks:

@@ -74,14 +74,14 @@ def test_a_longer_position_table(name):
 @interpreter
 @pytest.mark.parametrize("name", OPERATORS)
 def test_kernels_with_another_normalizer_and_a_longer_table(name):
-    usual = results(name, entries=N + 1, backend="triton")
+    usual = results(name, entries=N + 1, backend="reference")
     *halved, table = results(name, entries=2 * N, backend="triton", normalizer=2.0 * N)
     if halved:
         assert table[N:].abs().max() == 0
         table = table[: N + 1]
     for x, y in zip(usual, [*halved, table], strict=True):
         assert x.abs().max() > 0
-        torch.testing.assert_close(y, x / 2)
+        torch.testing.assert_close(y, x / 2, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -16,10 +16,15 @@ PUBLIC_IN_COMPAT = {"unpacked_attention"}
 
 
 @functools.cache
-def nodes(kind: type) -> list[tuple[Path, ast.AST]]:
-    """Return (file, node) of every function or class."""
+def definitions() -> list[tuple[Path, ast.AST]]:
+    """Return (file, node) of every function and class."""
     trees = {file: ast.parse(file.read_text()) for file in FOLDER.rglob("*.py")}
-    return [(file, node) for file, tree in trees.items() for node in ast.walk(tree) if isinstance(node, kind)]
+    kinds = ast.FunctionDef | ast.ClassDef
+    return [(file, node) for file, tree in trees.items() for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def nodes(kind: type) -> list[tuple[Path, ast.AST]]:
+    return [(file, node) for file, node in definitions() if isinstance(node, kind)]
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
