@@ -537,7 +537,7 @@ def test_kernels(operator, edge, group):
 
 
 @interpreter
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("operator", ["sparse_attention", "indexer_loss"])
 def test_kernels_with_key_heads(operator, group, deterministic):

@@ -39,7 +39,6 @@ CASES = {
     ),
     "wide groups, 3 bits": dict(head_size=64, quant_group=128, bits=3),
     "smallest heads": dict(head_size=8, value_size=1, head_group=2),
-    "large heads": dict(head_size=256, lengths=[20], query_lengths=[2], value_size=72),
     "nobody asks": dict(query_lengths=[0, 0, 0]),
     "half precision": dict(HALF, sink_tokens=5, position=True, timed=True),
     "half precision, 4 bits, softmax, ordered": dict(HALF, bits=4, softmax=True, ordered=True, splits=2),
@@ -63,6 +62,7 @@ ALONE = {
     "ordered and pruned": dict(ordered=True, sparsity=0.4, head_size=16, head_group=4, quant_group=32),
     "narrow groups": dict(quant_group=16, bits=4),
     "wide groups": dict(head_size=64, quant_group=128),
+    "large heads": dict(head_size=256, lengths=[20], query_lengths=[2], value_size=72),
     "softmax": dict(softmax=True),
     "rope": dict(rope=True),
     "rope, pruned, ordered": dict(rope=True, sparsity=0.5, ordered=True, softmax=True),
@@ -89,7 +89,7 @@ SELF = {
 }
 
 
-@pytest.mark.parametrize("name", SELF)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x == "both biases" else []) for x in SELF])
 def test_self_attention(name):
     case = {what: x for what, x in (BASE | SELF[name]).items() if what != "query_lengths"}
     check_self_attention("cpu", **case)

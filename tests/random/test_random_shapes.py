@@ -178,13 +178,23 @@ def test_random_shapes_on_gpu(name, part, request, record_property):
     record_property("campaign", (name, cases, most))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
-@pytest.mark.parametrize("name", NAMES)
-def test_random_shapes_in_the_interpreter(name, request):
+interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+
+@interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({name for name, _ in FIXED}))
+def test_fixed_cases_in_the_interpreter(name):
     pytest.importorskip("triton")
     for case in fixed(name):
         if case.get("dtype", "float32") == "float32" and sum(case.get("lengths", [])) <= MOST_INTERPRETED:
             operator(name).check("cpu", **case)
+
+
+@interpreter
+@pytest.mark.parametrize("name", NAMES)
+def test_random_shapes_in_the_interpreter(name, request):
+    pytest.importorskip("triton")
     seconds, seed = request.config.getoption("--seconds"), request.config.getoption("--campaign-seed")
     campaign(name, "cpu", seconds / len(NAMES), str(seed))
 
