@@ -95,10 +95,10 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels_keep_to_their_tensors():
-    from tests.operators.addresses import addresses_checked
+def interpreted_kernels_keep_to_their_tensors():
+    from tests.operators.interpreter import checked_interpreter
 
-    with addresses_checked():
+    with checked_interpreter():
         yield
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.operators.addresses import addresses_checked
+from tests.operators.interpreter import checked_interpreter
 from tests.support.forked import forkserver
 
 
@@ -56,7 +56,7 @@ def _start(function, rank, world, folder, timeout, arguments):
     # No rank begins, and may end, while others still connect to it.
     _meet(Path(folder, "connected"), rank, world)
     try:
-        with addresses_checked():
+        with checked_interpreter():
             result = function(rank, *arguments)
     except Exception as error:
         result = RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")

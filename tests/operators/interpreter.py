@@ -1,15 +1,19 @@
-"""In Triton's interpreter: check that a kernel reads and writes nothing but the tensors that it is given.
+"""Triton's interpreter for tests: it checks addresses, and takes half the time.
 
-On a GPU an address outside of them often belongs to other data, so that the fault is not noticed.
+A kernel may read and write nothing but the tensors that it is given. On a GPU an address outside of them often belongs
+to other data, so that the fault is not noticed. The interpreter has no hook for this check. It reaches memory through
+the functions of one C++ module and prepares the arguments of a launch in one method. Both are wrapped here: the
+wrappers call Triton's functions and return what those return.
 
-The interpreter has no hook for this. It reaches memory through the functions of one C++ module and prepares the
-arguments of a launch in one method. Both are wrapped here: the wrappers call Triton's functions and return what those
-return.
+Half of the interpreter's time goes to work without an effect. It replaces the functions of triton.language at each
+call of a function by a kernel, though the launch of the kernel has replaced them. It also computes whether each integer
+operation overflows, and uses the answer only if its option `debug` is set, which it never is.
 """
 
 import contextlib
 import importlib.util
 import os
+import types
 from unittest import mock
 
 import numpy as np
@@ -68,23 +72,34 @@ def storages(argument):
 
 
 @contextlib.contextmanager
-def addresses_checked():
-    """Make interpreted kernels that leave their tensors raise AssertionError; compiled ones are not checked."""
+def checked_interpreter():
+    """Make interpreted kernels that leave their tensors raise AssertionError; compiled kernels stay as they are."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         yield
         return
+    import triton.language as tl
     from triton.runtime import interpreter
 
     memory = CheckedMemory(interpreter._interpreter)
     prepare = interpreter.GridExecutor._init_args_hst
+    replace_functions = interpreter._patch_lang
+    all_functions = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
     def prepare_and_allow(executor, arguments, keywords):
         arguments, keywords = prepare(executor, arguments, keywords)
         memory.allow([*arguments, *keywords.values()])
         return arguments, keywords
 
+    def call(function, *arguments, **keywords):
+        return function.rewrite()(*arguments, **keywords)
+
     with (
         mock.patch.object(interpreter, "_interpreter", memory),
         mock.patch.object(interpreter.GridExecutor, "_init_args_hst", prepare_and_allow),
+        mock.patch.object(interpreter, "_patch_lang", lambda kernel: replace_functions(all_functions)),
+        mock.patch.object(interpreter.InterpretedFunction, "__call__", call),
+        mock.patch.object(
+            interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False)
+        ),
     ):
         yield
