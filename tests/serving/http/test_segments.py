@@ -176,8 +176,8 @@ def test_a_full_disk_and_segments(tmp_path, full):
     with files_of_at_most(2000):
         for turn in range(8):
             log.append([record(["new"], [100], [turn])])
+        log.close()  # waits for the thread that writes segments
         assert files_of(path).keys() - before.keys() <= {f"{number:06d}.log" for number in range(100)}
-    log.close()
     log = EventLog(path)
     log.prepare()
     assert sum(part.num_events for part in log.parts() if "new" in part.users) >= 8
