@@ -10,7 +10,8 @@ group.
 All functions of ring attention also have the arguments
 
     dropout_p, softmax_scale       `dropout` and `scale` of `ring_flash_attention`
-    causal, window_size, alibi_slopes, seed, group, backend, plan      as in `ring_flash_attention`
+    causal, window_size, alibi_slopes, seed, group, backend            as in `ring_flash_attention`
+    plan                           the same, for varlen functions only
     deterministic                  accepted; the result is always deterministic
     return_attn_probs              return (out, log-sum-exp, None) in place of out
 
@@ -348,7 +349,7 @@ def compute_index_loss_sparse(
     eps: float = 1e-10,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute `hstu_sparse.indexer.padded_indexer_loss`, with `scaling` for its `scale`."""
+    """Compute `hstu_sparse.indexer.api.padded_indexer_loss`, with `scaling` for its `scale`."""
     scale = check_number("scaling", scaling)
     return padded_indexer_loss(
         query, key, index_score, indices, scale=scale, chunk_offset=chunk_offset, eps=eps, backend=backend

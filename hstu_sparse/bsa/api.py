@@ -65,7 +65,7 @@ def bsa_attention(
         max_seq_len: N, at least the longest sequence.
         gates: (g_cmp, g_slc, g_swa), each [T, H]; g_swa may be None when window_size is 0.
         block_size: BS in tokens. The kernels support 16, 32, 64 and 128.
-        block_counts: S, the blocks chosen per group, including the group's own block.
+        block_counts: S, the blocks chosen per group, including the group's own block. The kernels support up to 128.
         window_size: W in tokens, including the query; 0 for no window.
         selection_group: r in tokens; divides block_size.
         scale: factor of the logits; D ** -0.5 by default.

@@ -1,12 +1,12 @@
 """Launch the block-sparse kernels, and register the operator.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
-size, S blocks chosen per group, R tokens per group, NB block slots and NG group slots (see tiles/rows.py), M = H
-* NB lists of groups.
+size, S blocks chosen per group, R tokens per group, NB block slots and NG group slots (see tiles/rows.py),
+M = H * NB lists of groups.
 
 If a group fills a tile of queries (R >= QUERY_MAJOR), query-major kernels compute the whole output and dq. For smaller
 groups they compute all but the chosen past blocks, whose part the key-major kernels add by fp32 atomics. dk and dv are
-always computed by key-major kernels, with one program for each block.
+always computed by key-major kernels, with one program for each chunk of a block's list.
 
 In deterministic mode (torch.use_deterministic_algorithms) the lists come from a stable sort instead of atomic counters,
 and for small groups the choice is processed slot by slot, so that no two programs of a launch add to one row.

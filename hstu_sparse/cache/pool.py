@@ -45,9 +45,9 @@ class PagePool:
         num_pages: the number of pages in each layer.
         num_sequences: the number of rows of sinks, one for each sequence; 0 if the format has no `sink_tokens`.
         tensors: name -> tensor for each layer, with the shapes of `PageFormat.shapes` and `sink_shapes`.
-        timestamps: [num_pages, page_size] int64 seconds, shared by all layers.
+        timestamps: [num_pages, page_size] int64 seconds, shared by all layers; without rows if timed is False.
         free_pages: the number of free pages.
-        free_sequences: the number of free rows of sinks.
+        free_sequences: the number of free rows of sinks; without sinks the number of free pages.
 
     Examples:
         >>> format = hstu_sparse.PageFormat(heads=2, head_size=16, value_size=16)
@@ -171,8 +171,8 @@ class PagePool:
             row: the last result of `reserve` or `shrink` for this sequence; [] for a new sequence.
             length: the number of tokens that must fit.
 
-        Raises PoolFull if the pool has too few free pages; the pool is then unchanged. Raises ValueError if the row is
-        not in use.
+        Raises PoolFull, without a change of the pool, if it has too few free pages or rows of sinks. Raises ValueError
+        if the row is not in use.
         """
         check_int("length", length, 0)
         row, sinks = self._checked(row, max(0, len(row) - 1))

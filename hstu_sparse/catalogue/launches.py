@@ -7,7 +7,7 @@ There are four forms:
 - negatives [K]: products.py, with the gathered matrix [K, E] in place of the catalogue
 - negatives of blocks of tokens: products.py, with a gathered matrix for each block
 - negatives [T, K]: sampled.py, or small.py for a small catalogue
-Forward saves lse and the scales of outputs and of the matrix; backward recomputes the logits.
+Forward saves lse and the scales of outputs and of the matrix; backward recomputes the logits (small.py saves them).
 """
 
 import math

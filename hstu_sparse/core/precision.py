@@ -3,7 +3,7 @@
 References convert 16-bit inputs to fp32 and round only the result (`widened`), since kernels sum in fp32, too: no
 intermediate value overflows unless the result does. fp32 and fp64 stay unchanged.
 
-`torch.autocast` has no effect inside an operator: every public function disables it (`without_autocast`). Linear layers
+`torch.autocast` has no effect inside an operator: its public function disables it (`without_autocast`). Linear layers
 before an operator may run under autocast and pass 16-bit inputs to it. Call backward outside of autocast, as torch's
 documentation requires: the parts of a reference that torch.autograd differentiates would run under autocast.
 """

@@ -239,7 +239,7 @@ def no_second_derivative(name: str) -> Callable:
 
 
 def register_preparation(name: str, arguments: str, launch: Callable, fake: Callable) -> Callable:
-    """Register torch.ops.hstu_sparse.<name>, which computes tensors from a batch's metadata; not differentiable.
+    """Register torch.ops.hstu_sparse.<name>, which computes tensors, such as a plan of a batch; not differentiable.
 
     Args:
         name, arguments: as for an `Operator`.

@@ -1,7 +1,7 @@
 """Validate the arguments of operators: shapes, dtypes and devices of tensors, options, backends.
 
-The checks do not wait for a device. They raise TypeError or ValueError with the expected and the actual value.
-`jagged.py` checks offsets.
+The checks do not wait for a device unless HSTU_SPARSE_DEBUG is set. They raise TypeError or ValueError with the
+expected and the actual value. `jagged.py` checks offsets.
 
 Letters: T tokens, H heads, D query/key and V value head size, N max_seq_len.
 """

@@ -59,13 +59,13 @@ def flash_attention(
         alibi_slopes: [H] or [B, H] fp32.
         dropout: probability of zeroing a weight, 0 <= dropout < 1.
         seed: int64 tensor of one element on q's device; drawn from torch's generator by default. The dropped weights
-            depend only on seed, sequence, head and positions: they are the same in both backends and on any number of
-            ranks.
+            depend only on seed, sequence, head and positions: they are the same in triton and reference, and on any
+            number of ranks.
         return_lse: also return the log-sum-exp of the scores, [H, T], fp32 (fp64 for fp64), without a gradient.
         backend: "triton", "reference", "cute" or "auto". "cute" is FlashAttention-4 (the extra `cute`): fp16 and bf16,
-            compute capability 9.0 to 11.x, D = V a multiple of 8, without alibi_slopes, dropout, candidates, context
-            and prefix. "auto" chooses the reference for CPU tensors; for CUDA tensors cute, if it is installed,
-            supports the call and was measured to be faster (docs/ring.md), otherwise triton.
+            compute capability 9.0 to 11.x, D = V a multiple of 8 and at least 24, without alibi_slopes, dropout,
+            candidates, context and prefix. "auto" chooses the reference for CPU tensors; for CUDA tensors cute, if it
+            is installed, supports the call and was measured to be faster (docs/ring.md), otherwise triton.
 
     Returns:
         [T, H, V], dtype of q, and the log-sum-exp if requested. Gradients flow to q, k and v; only the reference

@@ -51,8 +51,8 @@ def embed_inputs(
 
     With `num_targets` the last m_b tokens of sequence b are candidates; all have the position of the first candidate.
 
-    In Triton, forward is one kernel, and backward two, one for tokens and one for positions. They save only the inputs.
-    Gradients are deterministic.
+    In Triton, forward is one kernel, and backward two, one for tokens and one for positions, whose parts torch adds up
+    if there are several. They save only the inputs. Gradients are deterministic.
 
     Args:
         rows: [T, E], the embedding of each token, fp16, bf16 or fp32 (the reference also fp64).

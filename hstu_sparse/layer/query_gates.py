@@ -4,7 +4,7 @@ Letters: T tokens of the batch, H heads, D head size of queries, F size of the h
 
 A program has a tile of rows. The hidden layer stays in registers, and backward recomputes it. The gradients of the
 weights are sums over all rows. Each program of the backward kernel sums every n-th tile into its row of `parts`, and
-another kernel sums the rows of `parts`: the order is fixed, so that results are deterministic.
+torch sums the rows of `parts`: the order is fixed, so that results are deterministic.
 """
 
 import torch
@@ -34,8 +34,8 @@ def query_gates(
 ) -> torch.Tensor:
     """Compute G gates for each token and head: sigmoid(w2 relu(w1 q + b1) + b2). All heads share the weights.
 
-    In Triton, forward is one kernel, which saves its inputs only, and backward two. Products are in the dtype of q,
-    sums in fp32. Gradients are deterministic.
+    In Triton, forward is one kernel, which saves its inputs only; backward is one, and a sum for each weight. Products
+    are in the dtype of q, sums in fp32. Gradients are deterministic.
 
     Args:
         q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64). Copied if its channels are not adjacent.

@@ -3,7 +3,8 @@
 Letters: T tokens of the batch, C channels.
 
 `residual_norm` returns x and its norm: the backward kernel of the norm adds the gradient of the residual connection.
-`residual_add`: one kernel converts the gradient to the dtype of `added` and sums it over tokens for the bias.
+`residual_add`: one kernel converts the gradient to the dtype of `added` and sums it over parts of the tokens for the
+bias; torch adds the parts.
 
 Under torch.compile and dispatch modes the norm is the registered operator of `norm_gate`.
 """
@@ -59,8 +60,8 @@ def residual_add(
 ) -> torch.Tensor:
     """Compute x + added + bias, the end of a residual block. `added` is a matrix product without its bias.
 
-    In Triton, forward and backward are one kernel each. The sum and the gradient of the bias are computed in fp32. The
-    results are deterministic.
+    In Triton, forward is one kernel and backward at most two. The sum and the gradient of the bias are computed in
+    fp32. The results are deterministic.
 
     Args:
         x, added: [T, C], fp16, bf16 or fp32 (the reference also fp64). Copied if their channels are not adjacent.

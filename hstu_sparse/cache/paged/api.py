@@ -47,8 +47,8 @@ def paged_attention(
     same offsets, pages and lengths). Results do not depend on how tokens are divided into calls, whatever the format.
 
     With candidates=True all new tokens have position lengths[b]. Each attends to earlier positions and to itself, not
-    to other candidates. Pages after lengths[b] are not read. If each sequence has one new token, both modes return the
-    same bits, and candidates=True is faster with a bias.
+    to other candidates. Cached positions from lengths[b] on are not read. If each sequence has one new token, both
+    modes return the same bits, and candidates=True is faster with a bias.
 
     With `window_size` W > 0 a token at position p attends to positions s with p - s < W only.
 
@@ -59,7 +59,7 @@ def paged_attention(
 
     Args:
         q: [Tq, H, D], k: [Tq, H, D], v: [Tq, H, V]: the new tokens, fp32, bf16 or fp16 (the reference also fp64); the
-            dtype may differ from the pool's; any strides. The kernels support D and V from 16 to 256.
+            dtype may differ from the pool's; any strides. The kernels support D and V up to 256.
         q_offsets: [B+1], int32 or int64, from 0 to Tq: the new tokens of each sequence, possibly none.
         pool: a pool of PageFormat(H, D, V, ...) without sparsity and with other than 3 bits.
         pages: [B, P] int32, the result of `PagePool.table`. New tokens of a row of -1, which pads the batch, attend to

@@ -165,7 +165,7 @@ def rotatekv_compress(
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
-        The cache. Not differentiable; for training use `rotatekv_self_attention`. Waits for the device once.
+        The cache. Not differentiable; for training use `rotatekv_self_attention`. Waits for the device.
 
     Examples:
         >>> k, v, seq_offsets = torch.randn(40, 2, 64), torch.randn(40, 2, 64), torch.tensor([0, 40])
@@ -177,7 +177,7 @@ def rotatekv_compress(
     Raises:
         TypeError, ValueError: with the expected and the actual value. On a CPU, and elsewhere with HSTU_SPARSE_DEBUG=1,
             ValueError is raised for keys (after the rotation) and values that are too large for fp16 scales and zeros,
-            or all so small that their scales would be rounded to 0. Otherwise they are clamped.
+            or all so small that their scales would be rounded to 0. Without this check they are clamped.
 
     NaN is restored as NaN, but `RotateKVCache.save` raises ValueError for it. The error of a group of very small
     numbers, next to groups of larger ones, is up to (2^bits - 1) * 2^-25.
