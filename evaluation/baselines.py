@@ -96,7 +96,7 @@ def tf_idf(events: sparse.csr_array) -> sparse.csr_array:
 
 
 def nearest(items: sparse.csr_array, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the nearest items of each item, their similarities): [I, N] each, greatest first; 0 beyond the last one.
+    """Return (the nearest items of each item, their similarities): [I, N] each, greatest first; 0 if no user has both.
 
     items: rows [I, U] of length one, whose products are the similarities; count: N, or I if that is less.
     """

@@ -1,6 +1,6 @@
 """Restrict the items of a list: bit masks for the search, and limits on the number of items with the same value.
 
-Letters: B users, I items, S values of all items, k length of a list.
+Letters: B users, I items, M some of the users or items, F masks, k length of a list.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ Search = Callable[[int, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class FilterError(ValueError):
-    """Raised for a filter on a feature that items do not have."""
+    """Raised for a filter on a feature that items do not have, or that is a number."""
 
 
 class ItemFilter(NamedTuple):
@@ -107,7 +107,7 @@ class ItemFilters:
         return [feature.name for feature in self._features.values() if feature.kind != "number"]
 
     def values(self, argument: str, name: str) -> ItemValues:
-        """Return the values of the feature `name`; FilterError, which names `argument`, if there is none."""
+        """Return the values of the feature `name`; FilterError, which names `argument`, unless it is one of `names`."""
         feature = self._features.get(name)
         if feature is None or feature.kind == "number":
             known = self.names
@@ -144,7 +144,7 @@ class ItemFilters:
             lists: masks; an item must pass all of them.
 
         Raises:
-            FilterError: the items do not have a feature of `where` or `at_most`.
+            FilterError: a feature of `where` or `at_most` is not one of `names`.
         """
         masks = list(lists)
         unknown: dict[str, int] = {}
@@ -201,7 +201,9 @@ def filtered_lists(
 def limited_lists(
     search: Search, k: int, filters: Sequence[ItemFilter], num_items: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each user's best k items within the limits: (scores [B, k], items [B, k]).
+    """Return each user's best k items within the limits: (scores, items), [B, k] or narrower each.
+
+    Scores are -inf where there are fewer items.
 
     A list takes items from the top of the ranking down, and skips an item if it already has as many items with one of
     the item's values as the limit allows.

@@ -1,9 +1,9 @@
 """Define the training losses: predict the item after token t from out[t], at all positions.
 
-The logit of an item is its cosine with the output, divided by the temperature. On a GPU the softmax losses are
-`hstu_sparse.catalogue_loss`; on a CPU, and for `bce`, losses are computed in chunks of positions.
+The logit of an item is its cosine with the output, divided by the temperature. On a GPU most softmax losses are
+`hstu_sparse.catalogue_loss` (`takes_kernel`); other losses are computed in chunks of positions.
 
-Letters: T tokens, E embedding size, I items, K negatives.
+Letters: T tokens, E embedding size, I items, K negatives, R positions of a chunk, N items of a position.
 """
 
 import math

@@ -42,7 +42,7 @@ class ModelConfig(Options):
     block: Literal["hstu", "transformer", "pre_norm"]
     """The layer: HSTU's, SASRec's transformer, or a pre-norm transformer with SwiGLU."""
     max_seq_len: int = Field(ge=1)
-    """The length of the longest sequence in tokens; of longer histories only the latest events are used."""
+    """The length of the longest sequence in tokens; a prediction uses only the latest events of a longer history."""
     embedding_dim: int = Field(ge=1)
     """The size of an item's embedding and of a layer's output."""
     num_layers: int = Field(ge=1, le=1000)
@@ -61,7 +61,7 @@ class ModelConfig(Options):
     head: HeadConfig = DotConfig()
     """How outputs are scored against items."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """The dropout of the input and of each layer's output."""
+    """The dropout of the input and inside each layer."""
     input_dropout: float | None = Field(None, ge=0, lt=1)
     """The dropout of the input; if absent, `dropout`."""
     action_embedding: bool = False
@@ -73,7 +73,7 @@ class ModelConfig(Options):
     """The number of trained parameters per item that correct each of its vectors, which are not trained; 0: none."""
     table_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the tables of items and actions and of their gradients. Training takes 12 bytes per weight with
-    bfloat16 and 16 with float32, since moments are float32. With bfloat16, updates below 1/256 of a weight are lost."""
+    bfloat16 and 16 with float32, since moments are float32. With bfloat16, updates below 1/512 of a weight are lost."""
     attention: Annotated[list[AttentionConfig], BeforeValidator(_as_list)]
     """The attention: one mapping for all layers, or a list of one for each layer."""
 
@@ -141,7 +141,8 @@ class LossConfig(Options):
     """The loss of retrieval."""
 
     kind: Literal["sampled_softmax", "cross_entropy", "bce", "in_batch", "mixed_negatives"] = "sampled_softmax"
-    """The competing items: all items for `cross_entropy`, the batch's targets for `in_batch`, otherwise negatives."""
+    """The items that compete with a target: all for `cross_entropy`, otherwise negatives from the batch's targets
+    (`in_batch`), uniform ones (`sampled_softmax`, `bce`) or both (`mixed_negatives`)."""
     num_negatives: int = Field(128, ge=1)
     """The number of negatives per position."""
     negatives: Literal["per_position", "block", "shared"] = "per_position"

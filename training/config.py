@@ -61,7 +61,7 @@ class TrainConfig(Options):
     """The number of steps after which no new epoch starts, a limit in addition to `epochs`; if absent, no limit. The
     same number of steps suits data sets of any size; the same number of epochs does not."""
     batch_size: int = Field(128, ge=1)
-    """The number of users in a batch."""
+    """The number of sequences in a batch."""
     augment: Augment | None = None
     """Random changes to the training sequences, drawn anew in every epoch; if absent, no changes."""
     lr: float = Field(1e-3, gt=0)
@@ -73,8 +73,8 @@ class TrainConfig(Options):
     warmup_steps: int = Field(0, ge=0)
     """The number of steps over which the learning rate rises linearly to `lr`."""
     decay: Literal["none", "linear", "cosine"] = "none"
-    """The schedule of the learning rate after the warm-up: constant, or a linear or cosine decay to 0 at the last
-    step."""
+    """The schedule of the learning rate after the warm-up: constant, or a linear or cosine decay towards 0 at the
+    end."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """The decay of an exponential moving average of the weights, in fp32. If it is set, the average is evaluated in
     place of the weights; if absent, no average."""
@@ -118,7 +118,7 @@ class EvalConfig(Options):
     """The number of epochs between evaluations during training; 0 for none. They use the validation split. Without
     one they use the test split, and nothing is chosen by their results."""
     batch_size: int = Field(512, ge=1)
-    """The number of users in a batch."""
+    """The number of sequences in a batch."""
     filter_seen: Literal["auto", "history", "window", "none"] = "auto"
     """The user's earlier items that are removed from the ranking: those of the whole history, those in the model's
     window (as in the published figures), or none. A target that is removed counts as a miss. `auto` is `none` if more

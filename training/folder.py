@@ -1,9 +1,9 @@
 """A run's folder: create it, claim it for one process at a time, and write its files atomically.
 
-run.json      the manifest: the run's id, which its weights store, and how the run was started
+run.json      the manifest: the run's id, which is also stored with its weights, and how the run was started
 vocabulary/   the original ids of its items and users
-config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.html   report.md   loss.svg
-eval-*.json
+config.yaml   metrics.jsonl   tensorboard/   checkpoints/   best/   result.json   report.html   report.md
+loss.svg      metric.svg   ranking-*.png   eval-*.json
 lineage.jsonl only of an updated run: a line for each generation, see training/update.py
 judged.npz    the model's results for each user or event of the test split
 

@@ -20,8 +20,8 @@ NAMED = 5  # number of items listed in an error
 def add_items_of(path: Path, config: RunConfig, known: Known, model: SequenceModel) -> Known:
     """Add the items of a file, in the format of data.features.items, to the model; return `known` with them.
 
-    Known items are unchanged. DataError if the run has no features of items, if an item has no known feature value, or
-    if the file has no new item.
+    Known items are unchanged. DataError if the run has no features of items, if an item has no known feature value, if
+    the file has no new item, or if a new id is text where the run's ids are numbers.
     """
     vocabulary = known.vocabulary
     features = check_known_by_features(vocabulary.features)

@@ -1,7 +1,7 @@
 """Write the output files of eval.py: tables of recommendations and the vectors of the items.
 
-They are written atomically. An existing file is replaced only if it is an earlier output of the same kind or with
-`--overwrite`; the run's source is never replaced.
+They are written atomically. An existing table is replaced if eval.py wrote it or with `--overwrite`, an earlier export
+of vectors only with `--overwrite`, and the run's source never.
 
 Letters: B users of a batch, I items, E embedding size.
 """

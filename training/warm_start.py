@@ -64,7 +64,7 @@ class Places(NamedTuple):
 def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, folder: Path) -> None:
     """Copy the weights of the run in `folder` into a new model: the rows of items that both have, and other tensors.
 
-    Rows of other items keep their initial values. ConfigError if the shape of a tensor does not fit.
+    Rows of other items keep their initial values. ConfigError if the shape of a tensor or the actions do not fit.
     """
     check_run(folder)
     facts, source = final_facts(folder)

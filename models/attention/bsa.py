@@ -19,7 +19,6 @@ from models.gate import GateModel
 CROSSOVER = {1: 7457, 2: 6900, 16: 6481, 64: 2710}
 BIASED_CROSSOVER = {1: 11048, 2: 9908, 16: 9478, 64: 2901}
 
-
 log = logging.getLogger(__name__)
 
 

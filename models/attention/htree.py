@@ -37,7 +37,8 @@ class HierarchicalTreeAttention(FewKeys):
         kind: Literal["htree"]
         """The attention kind."""
         compression_rate: AutoRate = "auto"
-        """The number of children of a node; `auto` is 8 if max_seq_len is at most 16, otherwise 16."""
+        """The number of children of a node; `auto` is 16, or 8 if max_seq_len is at most 16, or selection_group if that
+        does not divide it."""
         top_k: AutoCount = "auto"
         """The number of nodes that are expanded in each layer of the tree; `auto` depends on max_seq_len."""
         selection_group: AutoCount = "auto"
@@ -49,7 +50,7 @@ class HierarchicalTreeAttention(FewKeys):
             return sizes.num_heads if sizes.max_seq_len < LONG else few_kv_heads(sizes)
 
         def for_model(self, sizes: LayerSizes) -> Self:
-            """Resolve `auto`: a node has 16 children, and 16 tokens share a choice.
+            """Resolve `auto`: usually a node has 16 children, and 16 tokens share a choice.
 
             top_k is limited so that a query attends to at most three quarters of the longest sequence as single tokens.
             """

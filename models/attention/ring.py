@@ -15,7 +15,7 @@ from models.protocols import RunOptions
 
 
 class RingAttention(FlashAttention, HSTUAttention):
-    """Softmax or dense HSTU attention whose sequences ranks may share (parallel.context).
+    """Softmax or dense HSTU attention; several ranks may share each sequence (parallel.context).
 
     Examples:
         >>> config = RingAttention.Config(kind="ring", inner="hstu")
@@ -30,7 +30,7 @@ class RingAttention(FlashAttention, HSTUAttention):
         kind: Literal["ring"]
         """The attention kind."""
         inner: Literal["auto", "softmax", "hstu"] = "auto"
-        """The attention that is computed; `auto` is `hstu`, as `dense` computes it, in an HSTU block, otherwise
+        """The attention: `hstu` is that of the kind `dense`; `auto` is `hstu` in an HSTU block, otherwise
         `softmax`. Biases are for `hstu`; dropout, num_kv_heads and the backend `cute` are for `softmax`."""
         scale: float | None = Field(None, gt=0)  # type: ignore[assignment]  # by default it depends on inner
         """The factor of the products of queries and keys; if absent, 1 for `hstu`, D ** -0.5 for `softmax`."""
