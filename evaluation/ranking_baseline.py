@@ -1,6 +1,6 @@
 """Compute the baseline of ranking reports: logistic regression on the earlier labels of an item and a user.
 
-Letters: E events, F features.
+Letters: E events, F features, U users, M some of the events, A kinds of action.
 """
 
 import numpy as np
@@ -79,7 +79,7 @@ def predicted_by_history(
 ) -> np.ndarray:
     """Predict probabilities [M, A] of the events [M] by logistic regression on earlier labels of items and users.
 
-    label_table: [codes, A], as of `data.ranking`; train_end: [U], where each user's training events end.
+    label_table: [codes, A], as in `data.ranking`; train_end: [U], where each user's training events end.
     """
     starts, lengths = dataset.user_offsets[:-1], np.diff(dataset.user_offsets)
     place = np.arange(dataset.num_events) - np.repeat(starts, lengths)

@@ -1,6 +1,6 @@
 """Compute ranking metrics from the ranks of relevant items, also by history length and popularity.
 
-Letters: N targets (relevant items), M rankings, U users.
+Letters: N targets (relevant items), M rankings, U users, I items, k length of a list.
 """
 
 import re

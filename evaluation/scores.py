@@ -2,7 +2,7 @@
 
 Scores of a large catalogue are computed a tile of items at a time, without a [B, I] tensor.
 
-Letters: B users, I items.
+Letters: B users, I items, W items of a tile, N targets, S seen items of all users, F masks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -212,7 +212,7 @@ def rank_targets(
     Args:
         score: batch -> Scores or a tensor [B, I].
         filters: names in FILTERS; `history` needs batches with seen items.
-        candidates: (batch, I) -> the items [B, C] to rank the target among, -1 for none; by default all items.
+        candidates: (batch, I) -> the items [B, C] to rank the targets among, -1 for none; by default all items.
     """
     ranks: list[list[Tensor]] = [[] for _ in filters]
     for batch in batches:

@@ -1,6 +1,6 @@
 """Embed the items, actions and positions of a batch with torchrec's tables.
 
-Letters: T tokens, B sequences, E embedding size.
+Letters: T tokens, B sequences, E embedding size, R items, F features of a user.
 """
 
 import logging

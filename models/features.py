@@ -112,7 +112,7 @@ class FeatureTables(nn.Module):
 class ValueLists(nn.Module):
     """The values of the features of M items: a constant sparse matrix, so that captured steps have fixed shapes.
 
-    item_rows: (offsets [n+1], rows of its table [S]) of each feature; sizes: the number of rows of each table; items:
+    item_rows: (offsets [I+1], rows of its table [S]) of each feature; sizes: the number of rows of each table; items:
     [M] int64, the items' indices.
     """
 

@@ -1,7 +1,6 @@
 """Declare the interfaces of a run's configuration, of ranks and of a sharded item table that models and tasks use.
 
-training/config.py and training/ranks implement them. Letters: I items, E embedding size, n ids, R
-rows.
+training/config.py and training/ranks implement them. Letters: I items, E embedding size, n ids, R rows.
 """
 
 from collections.abc import Callable

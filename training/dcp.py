@@ -1,6 +1,6 @@
 """Read and write folders of torch.distributed.checkpoint.
 
-Its import is slow, so that other modules import this one inside functions.
+Importing that is slow, so other modules import this module inside functions.
 """
 
 import pickle

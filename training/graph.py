@@ -19,8 +19,8 @@ def captures(config: RunConfig, by_heads: bool) -> bool:
     """Return whether steps on a GPU are captured as CUDA graphs.
 
     The messages between ranks must have fixed sizes; those of a ring do not. The rows of a sharded table are looked up
-    outside of the graph (training/ranks/staged.py), for whole sequences. The loss over a sharded catalogue is not
-    captured: its products take much longer than the launches.
+    outside of the graph (training/ranks/staged.py); with such a table, steps of ranks that share sequences are not
+    captured, nor is the loss over the whole catalogue: its products take much longer than the launches.
     """
     c, p = config.train, config.parallel
     if not c.cuda_graphs or c.compile:
@@ -112,7 +112,7 @@ def captured(
     """Capture a CUDA graph of function(); return the graph and the result.
 
     what: the start of the error message. refusal: the exception to raise if the function cannot be captured; other
-    errors of the function are raised unchanged. options: of `torch.cuda.graph`.
+    errors of the function are raised unchanged. options: those of `torch.cuda.graph`.
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     try:

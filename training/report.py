@@ -46,7 +46,7 @@ def protocol_lines(task: Task, result: dict) -> list[str]:
 
 
 def print_result(name: str, task: Task, result: dict) -> None:
-    """Print sentences about the results and a table that compares the model with the baselines; name: of the run."""
+    """Print sentences about the results and a table that compares the model with the baselines; name: the run's."""
     for line in protocol_lines(task, result):
         terminal.say(line)
     if "split" not in result:

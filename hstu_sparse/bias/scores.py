@@ -118,7 +118,7 @@ class HalvedTables:
     def kernel_bias(
         self, halves: torch.Tensor, key_times: TokenTimes | None, query_times: TokenTimes | None
     ) -> KernelBias:
-        """Return the arguments for `half_bias`. halves: the result of `halved`; key_times, query_times: of the plan."""
+        """Return the arguments for `half_bias`. halves: the result of `halved`; key_times, query_times: the plan's."""
         position = None if self.position is None else halves[self.margin :]
         if self.buckets is None or key_times is None:
             return KernelBias(position, positions=self.positions)

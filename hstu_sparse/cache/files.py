@@ -107,7 +107,7 @@ def format_from(facts: dict) -> PageFormat:
 
 
 def save(pool, path, rows: Sequence[array], lengths: Sequence[int], channel_order: Tensor | None = None) -> None:
-    """Write the sequences of a pool to a file. channel_order: of a RotateKV cache."""
+    """Write the sequences of a pool to a file. channel_order: that of a RotateKV cache."""
     format, sinks = pool.format, int(pool.format.sink_tokens > 0)
     if len(rows) != len(lengths):
         raise ValueError(f"lengths must have one entry for each of {len(rows)} rows, got {len(lengths)}")

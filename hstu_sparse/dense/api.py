@@ -42,7 +42,7 @@ def hstu_attention(
     plan: "AttentionPlan | None" = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Compute causal attention with SiLU instead of softmax, a relative bias, and 1/N instead of the normaliser.
+    """Compute causal attention with a relative bias, and with SiLU and the factor 1/N instead of softmax.
 
         o[t] = (1/N) * sum over visible s of SiLU(scale * q[t].k[s] + b(t, s)) * v[s]
 

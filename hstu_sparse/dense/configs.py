@@ -78,7 +78,7 @@ def prefers_hopper(q: torch.Tensor, v: torch.Tensor, biased: bool, num_seqs: int
 
 @configuration
 def hopper_fwd_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel for Hopper: the output."""
+    """Return the settings of the kernel for Hopper that computes the output."""
     if f.pad_d == 256:
         return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=2, TILES=1, num_warps=4)
     return LaunchConfig(BLOCK_M=128, BLOCK_N=128, STAGES=2 if f.pad_d == 128 else 3, TILES=2, num_warps=4)
@@ -86,7 +86,7 @@ def hopper_fwd_config(f: Features) -> LaunchConfig:
 
 @configuration
 def hopper_dq_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel for Hopper: dq."""
+    """Return the settings of the kernel for Hopper that computes dq."""
     if f.pad_d == 256:
         return LaunchConfig(BLOCK_M=128, BLOCK_N=32, STAGES=3, TILES=1, num_warps=4)
     return LaunchConfig(BLOCK_M=128, BLOCK_N=64, STAGES=3 if f.pad_d == 128 else 4, TILES=2, num_warps=4)
@@ -94,7 +94,7 @@ def hopper_dq_config(f: Features) -> LaunchConfig:
 
 @configuration
 def hopper_dkv_config(f: Features) -> LaunchConfig:
-    """Return the settings of the kernel for Hopper: dk and dv."""
+    """Return the settings of the kernel for Hopper that computes dk and dv."""
     if f.pad_d == 256:
         return LaunchConfig(BLOCK_M=64, BLOCK_N=64, STAGES=2, TILES=1, num_warps=4)
     return LaunchConfig(BLOCK_M=64, BLOCK_N=128, STAGES=3 if f.pad_d == 128 else 4, TILES=2, num_warps=4)

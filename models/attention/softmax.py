@@ -1,4 +1,4 @@
-"""The kind `softmax`. Letters: T tokens, B sequences."""
+"""The kind `softmax`. Letters: T tokens, B sequences, H heads, V value head size."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, cast

@@ -1,6 +1,6 @@
 """Define the interface of tasks, which all programs use.
 
-Letters: T tokens, E embedding size.
+Letters: T tokens, E embedding size, M users or candidates, A actions.
 """
 
 import sys

@@ -18,7 +18,7 @@ class Staged:
     """Buffers at fixed addresses for what `prepare` returns, which captured steps read.
 
     buffers    by name; those that depend on R have the greatest size so far
-    gradients  of weights, by number
+    gradients  those of the weights, by the index of the weight
     replaced   whether the last `stage` replaced a buffer by a larger one, so that earlier graphs are of no use
     """
 
@@ -77,7 +77,7 @@ class StagedStep:
     """A training step whose forward and backward pass are captured.
 
     prepare: returns the rows and the share of a batch. gradients: computes the losses and gradients of a padded batch.
-    update: changes the weights, and adds its measurements to the losses. sizes: of `GraphedStep`.
+    update: changes the weights, and adds its measurements to the losses. sizes: those of `GraphedStep`.
     """
 
     def __init__(
