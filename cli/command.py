@@ -309,7 +309,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     add("--log", type=Path, metavar="FILE", help="the append-only log of accepted events; by default RUN/events.log")
     add("--store", metavar="URL", help="redis://HOST:PORT/DB, shared by several services, in place of the log")
     add("--fsync", choices=("always", "never"), default="always",
-        help="always: accepted events survive a power cut; never: they survive only a kill of the process")  # fmt: skip
+        help="always: accepted events survive a power cut; never: a kill of the process, but no power cut")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="by default the device in the run's configuration")
     add(
         "--cache",

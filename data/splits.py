@@ -129,7 +129,7 @@ def make_splits(
         valid_start, test_start, cuts = _time_windows(dataset, valid_fraction, test_fraction)
         train_end = valid_start
         no_history = "the first event in the window has no history"
-        train = split("train", train_end, train_end > first, "no event before the cut", "only one event")
+        train = split("train", train_end, train_end > first, "no event before the first window", "only one event")
         test = split("test", test_start + 1, test_start < last, "no event in the window", no_history)
         valid = None
         if valid_fraction > 0:

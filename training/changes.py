@@ -146,7 +146,8 @@ def stored_config(stored: object, source: Path) -> RunConfig:
     except ValidationError as error:
         place = dotted(error.errors()[0]["loc"])
         raise CheckpointError(
-            f"{source}: written by another version of this program, its configuration has another {place or 'form'}"
+            f"{source}: written by another version of this program, "
+            f"whose configuration is different ({place or 'its form'})"
         ) from None
 
 

@@ -98,7 +98,7 @@ class Progress(BaseModel):
             line = explain(error.errors()[0], lambda _: cls.model_fields)
             raise CheckpointError(f"{source}: not valid, {line}") from None
         if source.name != f"step-{progress.step:08d}":
-            raise CheckpointError(f"{source}: not valid, its content is of step {progress.step}")
+            raise CheckpointError(f"{source}: not valid, expected the step in its name, got step {progress.step}")
         return progress
 
 

@@ -127,7 +127,7 @@ def write_report(
 
 
 def _caption(plot: "Plot") -> str:
-    return ", ".join([plot.title, *(f"level line: {name}" for name in list(plot.legend)[1:])])
+    return ", ".join([plot.title, *(f"horizontal line: {name}" for name in list(plot.legend)[1:])])
 
 
 def _left_out(split_and_reason: str, count: int) -> str:

@@ -166,7 +166,7 @@ def _vector_sources(entity: str, file: ItemFile, main: RawFile) -> list[FeatureS
         source = main
         if options.path is not None:
             if is_remote(options.path):
-                raise DataError(f"{key}.path: {shown(options.path)}: only csv and parquet are read from a store")
+                raise DataError(f"{key}.path: {shown(options.path)}: a .npy file cannot be remote, copy it first")
             (source, *_), _ = find_sources("npy", fmt, options.path)
         ids = ids_next_to(source.path, options.ids, key)
         sources.append(FeatureSource(entity, file, fmt, source, name, RawFile(ids, shown(ids.name, 200))))

@@ -93,7 +93,7 @@ def find_sources(name: str, fmt: RawFormat, path: str | Path | None) -> tuple[li
 def copied(address: str, fmt: RawFormat, cache_dir: Path | None, progress: Progress) -> Path:
     """Copy the files of an address (`remote.is_remote`) into the cache; return their path there."""
     if not fmt.named_columns:
-        raise DataError(f"{fmt.path_option}: {public(address)}: only csv and parquet are read from a store")
+        raise DataError(f"{fmt.path_option}: {public(address)}: only files of format csv and parquet can be remote")
     ending = fmt.files[0].removeprefix("**/*")
     return local_copy(address, fmt.path_option, ending if fmt.all_files else None, cache_dir, progress.stage)
 

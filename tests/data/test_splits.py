@@ -87,7 +87,7 @@ def test_temporal():
     assert rows(splits.test) == [(2, 6, 8), (3, 8, 11)]
     assert splits.train_end.tolist() == [4, 6, 7, 8]
     assert splits.skipped == {
-        "train: no event before the cut": 1,
+        "train: no event before the first window": 1,
         "train: only one event": 2,
         "valid: no event in the window": 2,
         "valid: the first event in the window has no history": 1,

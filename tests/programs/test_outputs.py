@@ -273,7 +273,7 @@ def test_the_report_says_where_it_comes_from(place):
     assert low < result["model"]["history"]["NDCG@10"] < high
     assert 0 < result["lists"]["coverage"] <= 1 and len(result["lists"]["samples"]) == 3
     assert result["plotted_baseline"]["HR@10"] > 0
-    assert "level line: popularity](metric.svg)" in report
+    assert "horizontal line: popularity](metric.svg)" in report
 
 
 def test_tensorboard_has_prefixes_and_rates(place):

@@ -96,7 +96,8 @@ def test_a_run_ends_with_a_table_and_a_report(finished):
     for part in ("Full ranking", "By length of the history", "popularity, history removed", "removed from the ranking"):
         assert part in report
     images = re.findall(r"!\[.+\]\((\w+\.svg)\)", report)
-    assert images == ["loss.svg", "metric.svg"] and "![Training loss]" in report and "level line: popularity" in report
+    assert images == ["loss.svg", "metric.svg"]
+    assert "![Training loss]" in report and "horizontal line: popularity" in report
     assert all(ElementTree.parse(folder / image) for image in images)
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
     assert any((folder / "tensorboard").iterdir())

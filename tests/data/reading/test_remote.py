@@ -106,7 +106,7 @@ def test_errors(tmp_path, bucket, monkeypatch):
     load = functools.partial(load_dataset, cache_dir=tmp_path / "cache")
     assert "s3://shop/nowhere: no such file or folder, or no *.csv in it" in error_of(load, "csv", "s3://shop/nowhere")
     assert "s3://none/x.csv: cannot be read" in error_of(load, "csv", "s3://none/x.csv")
-    assert "only csv and parquet are read from a store" in error_of(load, "ml-100k", "s3://shop/u.data")
+    assert "only files of format csv and parquet can be remote" in error_of(load, "ml-100k", "s3://shop/u.data")
     assert "is copied into data.cache_dir" in error_of(load_dataset, "csv", "s3://shop/x.csv", cache_dir=None)
     message = error_of(load, "csv", "http://user:secret@127.0.0.1:9/x.csv?token=secret")
     assert "http://127.0.0.1:9/x.csv: cannot be read" in message and "secret" not in message
