@@ -21,7 +21,7 @@ ACCEPTED = {
     "operator ring_hstu_attention: max_seq_len 10^12": "N is only a divisor, nothing of its size is allocated",
     "raw ml-100k: negative user": "any integer is an id",
     "raw ml-100k: spaces before numbers": "the parser skips them; they have no other meaning",
-    "raw ml-100k: one item": "a catalogue of one item can be trained and ranked",
+    "raw ml-100k: one item": "a catalogue of one item can be prepared; only training refuses it",
     "raw csv: id beyond int64": "a column with it is text",
     "raw csv: user of blanks": "blanks are text like any other",
     "raw csv: no last line end": "the last row is whole",
