@@ -43,7 +43,7 @@ def result_advice(config: RunConfig, result: dict[str, Any], update: bool = Fals
     """
     lines = [] if update else step_advice(config, result["steps"])
     verdict = result.get("against_baseline")
-    if verdict and verdict["model"] < verdict["of_baseline"]:
+    if verdict and verdict["behind"]:
         ways = ["another train.lr", "a search with tune.py"]
         if larger_than_small(config):
             ways.insert(0, "a smaller model (configs/small.yaml)")

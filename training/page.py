@@ -8,6 +8,7 @@ from markupsafe import Markup
 
 from models.tasks.contract import Task
 from training.plots import COLORS, Row, Series, curves, strip
+from training.verdict import kind
 
 MODEL, BASELINE = 0, len(COLORS) - 1  # indices of colours
 
@@ -44,7 +45,7 @@ def as_html(
         .get_template("report.html.j2")
         .render(
             title=title,
-            verdict=verdict and verdict | {"kind": _kind(verdict)},
+            verdict=verdict and verdict | {"kind": kind(verdict)},
             advice=result.get("advice", []),
             lines=lines,
             tables=task.tables(result) if "split" in result else [],
@@ -52,12 +53,6 @@ def as_html(
             facts=facts,
         )
     )
-
-
-def _kind(verdict: dict[str, Any]) -> str:
-    if verdict["low"] is None:
-        return "unclear"
-    return "better" if verdict["low"] > 1 else "worse" if verdict["high"] < 1 else "unclear"
 
 
 def _quality(task: Task, result: dict[str, Any]) -> list[Plot]:

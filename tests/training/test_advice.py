@@ -39,13 +39,13 @@ def test_sizes_that_do_not_fit_the_data():
 
 
 def test_a_model_below_a_baseline():
-    below = {"baseline": "again", "model": 0.1, "of_baseline": 0.2}
+    below = {"baseline": "again", "behind": True}
     result = {"steps": 500, "epoch": 5, "against_baseline": below}
     (line,) = advice.result_advice(config(), result)
     assert "worse than again. Try more steps" in line and "configs/small.yaml" in line
     (line,) = advice.result_advice(config(patience=3), result | {"epoch": 2})
     assert "worse than again. Try a smaller model (configs/small.yaml)" in line
-    assert not advice.result_advice(config(), result | {"against_baseline": below | {"model": 0.3}})
+    assert not advice.result_advice(config(), result | {"against_baseline": below | {"behind": False}})
     (line,) = advice.result_advice(config(), result | {"steps": 9}, update=True)
     assert "Try more steps (train.update.epochs), " in line
 
@@ -53,6 +53,6 @@ def test_a_model_below_a_baseline():
 @pytest.mark.parametrize(("name", "named"), [("small", False), ("ml-1m-hstu-large", True)])
 def test_the_small_configuration_is_advised_only_to_larger_models(name, named):
     settings = load_config(SHIPPED[name])
-    verdict = {"baseline": "again", "model": 0.1, "of_baseline": 0.2}
+    verdict = {"baseline": "again", "behind": True}
     (line,) = advice.result_advice(settings, {"steps": 500, "epoch": 7, "against_baseline": verdict})
     assert ("configs/small.yaml" in line) == named and "train.lr or a search with tune.py" in line

@@ -22,7 +22,8 @@ def page(**more):
 
 
 def test_a_page_is_complete_and_needs_no_network():
-    verdict = {"sentence": "The model is better.", "low": 1.1, "high": 1.3, "model": 0.2, "of_baseline": 0.1}
+    verdict = {"sentence": "The model is better.", "low": 1.1, "high": 1.3, "less_is_better": False}
+    verdict |= {"model": 0.2, "of_baseline": 0.1}
     baselines = {"again": {"metrics": {"NDCG@10": 0.1}}}
     text = page(split="test", against_baseline=verdict, baselines=baselines, plotted_baseline={"NDCG@10": 0.05})
     assert not re.search(r"(src|href)=\"(?!#)|https?:|@import|url\((?!#)", text)
