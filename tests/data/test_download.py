@@ -17,6 +17,7 @@ import pytest
 from data import download
 from data.datasets import FORMATS, load_dataset
 from data.download import SOURCES, DownloadError, Source, fetch
+from tests.support.ports import reserved_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTENT = bytes(range(256)) * 4000  # 1 MB: several blocks
@@ -206,17 +207,12 @@ def test_not_found(server, target):
     assert list(target.parent.iterdir()) == []
 
 
-def closed_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture
 def unreachable(monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    return f"http://127.0.0.1:{closed_port()}/data.zip"
+    with reserved_ports() as (port,):  # on which nothing listens
+        yield f"http://127.0.0.1:{port}/data.zip"
 
 
 def test_connection_refused(unreachable, target):

@@ -27,7 +27,7 @@ ERRORS = (
 @functools.cache
 def results_of(world: int) -> list:
     """Return the results of every rank: one start of the processes serves all tests."""
-    ranks = run_ranks(heads_cases.all_results, world, world, timeout=60)
+    ranks = run_ranks(heads_cases.all_results, world, world)
     assert all(isinstance(rank, dict) for rank in ranks), ranks
     return ranks
 

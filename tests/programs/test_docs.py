@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import yaml
 import hstu_sparse
 from cli import command
 from tests.programs.test_train import run as run_program
+from tests.support.ports import reserved_ports
 from training.keys import sections
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,7 +243,7 @@ def test_the_check_finds_what_is_wrong(text, fault):
 
 
 SET_UP = {"make setup", "source .venv/bin/activate", "pip install .", "make train", "make test"}  # not run, but checked
-# For a test's time.
+# Text of a page -> what is run in its place, in less time.
 REPLACED = [
     ("seeds: [1, 2]", "seeds: [1]"),
     ("epochs: 5", "epochs: 1"),
@@ -290,9 +290,11 @@ def run_blocks(page: str, folder: Path, replaced=REPLACED, skipped: tuple[str, .
 
     replaced: (text, what is run in its place); skipped: the begins of blocks that are not run.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    with reserved_ports() as (port,):
+        _run_blocks(page, folder, replaced, skipped, port)
+
+
+def _run_blocks(page: str, folder: Path, replaced, skipped: tuple[str, ...], port: str) -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment.setdefault("PYTHONPATH", str(ROOT))
     for language, title, text in BLOCK.findall((ROOT / page).read_text()):
@@ -323,10 +325,10 @@ def run_blocks(page: str, folder: Path, replaced=REPLACED, skipped: tuple[str, .
 
 
 def test_a_block_that_fails_ends_what_it_started(tmp_path):
-    """Check that the call ends: it would take 60 seconds if a process that still runs kept the output open."""
+    """Check that the call ends: it would take ten minutes if a process that still runs kept the output open."""
     # bash can lose a signal that comes right after it forks, so the process says that it runs.
-    block = f"{SHELL}(echo yes > runs; exec sleep 100) &\nuntil test -s runs; do sleep .01; done\nfalse"
-    assert subprocess.run(["bash", "-c", block], cwd=tmp_path, capture_output=True, timeout=60).returncode == 1
+    block = f"{SHELL}(echo yes > runs; exec sleep 1000) &\nuntil test -s runs; do sleep .01; done\nfalse"
+    assert subprocess.run(["bash", "-c", block], cwd=tmp_path, capture_output=True, timeout=600).returncode == 1
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page calls curl")
@@ -434,13 +436,11 @@ def test_the_week_runs(checkout):
             (checkout / title).write_text(text.replace("epochs: 5", "epochs: 1"))
         elif language == "python" and "orders.csv" in text:
             subprocess.run([sys.executable, "-c", text], cwd=checkout, check=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     blocks = [text for language, _, text in BLOCK.findall((ROOT / "docs" / "week.md").read_text()) if language == "sh"]
-    program = (SHELL + "\n".join(blocks)).replace("8000", port).replace("--retry 60", "--retry 900")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path}
-    done = subprocess.run(["bash", "-c", program], cwd=checkout, env=environment, capture_output=True, text=True)
+    with reserved_ports() as (port,):
+        program = (SHELL + "\n".join(blocks)).replace("8000", port).replace("--retry 60", "--retry 900")
+        done = subprocess.run(["bash", "-c", program], cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert '"unknown item"' in done.stdout and "live/day-8" in done.stdout

@@ -143,12 +143,12 @@ def test_lineage_has_every_generation(place):
     assert lines[2]["after"] == 22 and 0 <= lines[1]["judged"]["NDCG@10"] <= 1
 
 
-def test_new_items_are_recommended_and_the_run_can_be_resumed(place):
-    folder = place / "first"
+def test_new_items_are_recommended_and_the_run_can_be_resumed(place, tmp_path):
+    folder = shutil.copytree(place / "first", tmp_path / "first")
     assert train.main(["--resume", str(folder), "train.epochs=12"]) == 0
     assert load_config(folder / "config.yaml").train.epochs == 12
-    assert evaluation.main([str(folder), "--recommend", str(place / "top.csv"), "--top-k", "5"]) == 0
-    listed = {line.split(",")[2] for line in (place / "top.csv").read_text().splitlines()[1:]}
+    assert evaluation.main([str(folder), "--recommend", str(tmp_path / "top.csv"), "--top-k", "5"]) == 0
+    listed = {line.split(",")[2] for line in (tmp_path / "top.csv").read_text().splitlines()[1:]}
     assert listed & {"a00", "z99"}
 
 

@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from serving import Recommender
 from serving.http.app import create_app
 from tests.serving.http.test_redis_store import Server
 from tests.serving.test_serve import ROOT, SMALL, ended, known_items, serving, trained  # noqa: F401
+from tests.support.ports import reserved_ports
 
 pytestmark = [
     pytest.mark.slow,
@@ -114,12 +114,6 @@ def test_two_replicas_answer_as_one_process(trained, tmp_path):  # noqa: F811
     assert statuses == {200, 404}, statuses
 
 
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [str(listener.getsockname()[1]) for listener in listeners]
-
-
 @contextlib.contextmanager
 def running(command, folder, until=None):
     """Yield a process of a command in a folder, once it has printed `until`."""
@@ -151,14 +145,20 @@ def answered(client, method, path, **content):
         time.sleep(0.05)
 
 
+@pytest.fixture
+def ports():
+    """Return free ports by the ports in docs/production.md."""
+    with reserved_ports(4) as free:
+        yield dict(zip(("8000", "8001", "8002", "6379"), free))
+
+
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
-def test_the_services_of_the_docs(trained, tmp_path):  # noqa: F811
+def test_the_services_of_the_docs(trained, tmp_path, ports):  # noqa: F811
     """Run Redis, two services and nginx as docs/production.md prints them, on other ports."""
     pytest.importorskip("redis")
     text = (ROOT / "docs" / "production.md").read_text()
     commands = re.search(r"```sh\n(pip install \"redis.*?)```", text, re.S)[1].strip().splitlines()
     configuration = re.search(r"```nginx\n(.*?)```", text, re.S)[1]
-    ports = dict(zip(("8000", "8001", "8002", "6379"), free_ports(4)))
 
     def moved(text):
         return re.sub(r"\b(8000|8001|8002|6379)\b", lambda match: ports[match[1]], text)

@@ -70,12 +70,19 @@ def ended(process):
     return process.returncode, err
 
 
+def exchanged(client, run):
+    """Replace the model by a run; wait while --watch has not ended an exchange whose result can be seen already."""
+    while (answer := client.post("/model", json={"run": run}).json()).get("error", {}).get("name") == "Loading":
+        time.sleep(0.02)
+    return answer
+
+
 def known_items(folder):
     return np.load(folder / "vocabulary" / "item_ids.npy").tolist()
 
 
 def test_the_first_commands_of_the_docs(trained, tmp_path):
-    """Run every command of the first block of docs/serving.md, with a smaller run."""
+    """Run the calls of curl in the first block of docs/serving.md, on a smaller run; compare its other commands."""
     text = (ROOT / "docs" / "serving.md").read_text()
     commands = re.search(r"```sh\n(.*?)```", text, re.S)[1].replace("\\\n", " ").strip().splitlines()
     train, serve, ready, post, get = (re.sub(r"\s+#.*", "", command) for command in commands)
@@ -257,8 +264,7 @@ def test_a_folder_of_runs_serves_the_newest(trained, tmp_path):
             assert answer.status_code == 200 and time.monotonic() < ends
             time.sleep(0.05)
         assert answer.json()["model"] == "day-8" and client.get("/users/ann").json()["count"] == 2
-        answer = client.post("/model", json={"run": "day-1"})
-        assert answer.json() == {"model": "day-1", "previous": "day-8"} and post().json()["accepted"] == 1
+        assert exchanged(client, "day-1") == {"model": "day-1", "previous": "day-8"} and post().json()["accepted"] == 1
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate()
         assert process.returncode == 0 and output.count(" replaced ") == 2 and not errors, (output, errors)
@@ -289,7 +295,7 @@ def test_refused_at_the_start(trained, tmp_path):
 
 
 def test_a_run_is_loaded_with_its_history(trained, tmp_path, monkeypatch, capsys):
-    """Run the example of twenty lines; it prints the same as the recommender returns."""
+    """Run examples/recommend.py, which prints the list that the recommender returns; export item vectors."""
     items = known_items(trained)
     (tmp_path / "new.csv").write_text(f"user,item,timestamp\nnewcomer,{items[0]},10\nnewcomer,{items[1]},20\n")
     monkeypatch.setattr(sys, "argv", ["recommend.py", str(trained), str(tmp_path / "new.csv")])

@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 import signal
-import socket
 import threading
 import time
 
@@ -20,7 +19,8 @@ from serving.http.app import create_app
 from serving.http.event_log import EventLog
 from serving.http.replay import replay
 from serving.http.swap import Models, Requirements
-from tests.serving.test_serve import ended, serving
+from tests.serving.test_serve import ended, exchanged, serving
+from tests.support.ports import reserved_ports
 
 CONFIG = """
 name: shop
@@ -187,9 +187,9 @@ def day_8(shop, client, place):
     assert client.post("/events", json={"events": [NEW_ARTICLE]}).json()["events"] == ["repeated"]
     add_bad_run(place)
     shop.wait(lambda: "bad" in client.get("/model").json()["refused"])
-    assert client.post("/model", json={"run": "day-1"}).json() == {"model": "day-1", "previous": "day-8"}
+    assert exchanged(client, "day-1") == {"model": "day-1", "previous": "day-8"}
     shop.wait_for_orders(2)
-    assert client.post("/model", json={"run": "day-8"}).json() == {"model": "day-8", "previous": "day-1"}
+    assert exchanged(client, "day-8") == {"model": "day-8", "previous": "day-1"}
     shop.wait_for_orders(2)
     rate = (shop.requests - before) / (time.monotonic() - began)
     print(f"{rate:.1f} requests a second were answered while models were exchanged")
@@ -224,13 +224,17 @@ def test_a_week_in_one_process(tmp_path, monkeypatch):
     assert len(list((tmp_path / "events.log.segments").glob("*.npz"))) > 0
 
 
+@pytest.fixture
+def port():
+    with reserved_ports() as (number,):
+        yield number
+
+
 @pytest.mark.slow
-def test_a_week_of_processes_and_kills(tmp_path):
+def test_a_week_of_processes_and_kills(tmp_path, port):
     """Kill the service twice under 50 requests a second: no acknowledged order is lost or repeated."""
     first_run(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    options = ["--history", "--watch", "--watch-seconds", "0.2", "--missing-items", "0.1", "--port", str(port)]
+    options = ["--history", "--watch", "--watch-seconds", "0.2", "--missing-items", "0.1", "--port", port]
     start = lambda: serving(tmp_path / "runs", *options, log=tmp_path / "log", main=with_small_files)
     with (
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT) as visitor_client,

@@ -19,7 +19,7 @@ CONFIG = ROOT / "configs/synthetic-hstu.yaml"
 
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_kind_equals_one_process(world):
-    ranks = run_ranks(heads_cases.all_of_rank, world, world, timeout=60)
+    ranks = run_ranks(heads_cases.all_of_rank, world, world)
     assert all(isinstance(rank, dict) for rank in ranks), ranks
     for case in heads_cases.cases(world):
         whole = heads_cases.results(case)

@@ -307,7 +307,7 @@ def test_events_of_a_round_are_encoded_in_one_pass(recommender, monkeypatch):
 
 
 def test_events_are_acknowledged_before_they_are_encoded(recommender, monkeypatch):
-    """They are in the log, and the next request uses them, so clients need not wait for the model."""
+    """Clients need not wait for the model."""
     request = Events(["new"], [103], [50], None)
     encode, acknowledged = recommender.encode, []
 
@@ -322,15 +322,16 @@ def test_events_are_acknowledged_before_they_are_encoded(recommender, monkeypatc
 
 def test_health_answers_while_a_large_body_is_parsed(recommender):
     """Make the parsing of a large body wait until /health has answered."""
-    answered = threading.Event()
+    parsing, answered = threading.Event(), threading.Event()
 
     def clock():
-        assert answered.wait(20)
+        parsing.set()
+        assert answered.wait(600)
         return NOW
 
     with TestClient(create_app(recommender, None, clock=clock)) as client, ThreadPoolExecutor(1) as pool:
         large = pool.submit(client.post, "/events", json=events(*[(1, 100)] * 1000))
-        assert client.get("/health").status_code == 200
+        assert parsing.wait(600) and client.get("/health").status_code == 200
         answered.set()
         assert large.result().json()["accepted"] == 1000
 
@@ -425,11 +426,11 @@ def test_a_disk_that_is_full(recommender, tmp_path, monkeypatch):
     log.close()
 
 
-def test_waiting_requests_are_answered_when_the_application_stops(recommender):
-    """Stop the service as SIGTERM does: waiting requests are answered, then the thread ends."""
-    app = create_app(recommender, None, clock=lambda: NOW)
+def test_the_model_thread_ends_with_the_application(recommender):
+    """Stop the service as SIGTERM does."""
+    app, before = create_app(recommender, None, clock=lambda: NOW), set(threading.enumerate())
     with TestClient(app) as client:
         client.post("/events", json=events((1, 100, 5)))
-        assert any(thread.name == "model" for thread in threading.enumerate())
+        (model,) = [thread for thread in threading.enumerate() if thread.name == "model" and thread not in before]
         assert NUM_ITEMS > len(client.get("/users/1/recommendations").json()["items"]) == 10
-    assert not any(thread.name == "model" and thread.is_alive() for thread in threading.enumerate())
+    assert not model.is_alive()

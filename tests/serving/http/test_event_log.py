@@ -59,6 +59,7 @@ def service(small, path, history=False, **options):
         recommender.add_dataset(run_data())
     log = EventLog(path)
     try:
+        log.prepare()
         counts = replay(recommender, log)
         if log.stale:
             log.compact()

@@ -124,7 +124,7 @@ class Server:
     def start(self):
         options = ["--port", "0", "--unixsocket", "socket", "--appendonly", "yes", "--appendfsync", "always"]
         self.process = subprocess.Popen(["redis-server", *options], cwd=self.folder, stdout=subprocess.DEVNULL)
-        ends = time.monotonic() + 60
+        ends = time.monotonic() + 600
         while True:
             try:
                 return connect(self.url, True)

@@ -181,7 +181,8 @@ def test_no_request_fails_while_models_change(log, tmp_path, caplog):
             if day > 0:
                 write_run(tmp_path / "runs", f"day{day}", f"2026-01-0{day + 1}")
             ends = time.monotonic() + 300
-            while f"day{day}" not in seen and time.monotonic() < ends and not any(one.done() for one in writers):
+            done = lambda day=day: f"day{day}" in seen and min(counts) > day
+            while not done() and time.monotonic() < ends and not any(one.done() for one in writers):
                 time.sleep(0.02)
         stop.set()
         for writer in writers:
