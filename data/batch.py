@@ -207,7 +207,10 @@ class Batch:
 
     @property
     def with_event_positions(self) -> Batch:
-        """The batch with positions that do not count context tokens."""
+        """The batch with positions that do not count context tokens, for embeddings.
+
+        Only a rank's part of a batch changes: other batches get context tokens after their events are embedded.
+        """
         if self.cut is None or not self.num_context:
             return self
         return dataclasses.replace(self, cut=self.cut._replace(positions=(self.cut.positions - 1).clamp(min=0)))

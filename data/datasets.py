@@ -57,7 +57,7 @@ def load_dataset(
         path: the raw file, its folder, a folder of parts, a pattern of files (`logs/*.csv`; csv and parquet only), or a
             prepared cache folder (with a meta.json), which needs neither the raw file nor polars.
         cache_dir: the folder of prepared caches; None keeps the prepared data in memory and writes nothing.
-        min_user_events, min_item_events: drop users and items with fewer events repeatedly, until none is left.
+        min_user_events, min_item_events: drop users and items with fewer events, until all others have enough.
         columns: csv and parquet only, see `options.Columns`.
         synthetic, recall: for the formats of these names only, see `options.SyntheticOptions`,
             `options.RecallOptions`.
@@ -75,11 +75,12 @@ def load_dataset(
         features: options of features, see `features.options.Features`; with a vocabulary, those of items are not read.
         partitions: the number of ranges of users that are prepared one after another to limit memory
             (`reading/partitions.py`); chosen by default.
-        fingerprint: the expected fingerprint of the data set.
+        fingerprint: the expected fingerprint of the data set; not checked with a vocabulary.
 
     Raises:
-        DataError: the data or options are wrong; one line, with the file, line, column and value if possible.
-        OtherData: the data set has another fingerprint; raised before data are prepared.
+        DataError: the data or options are wrong; one line, or one for each bad row, with the file, line, column and
+            value if possible.
+        OtherData: the data set has another fingerprint; raised before raw files are prepared.
 
     Examples:
         >>> with open("orders.csv", "w") as file:

@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """Base of the errors that a user can fix. `str(error)` is one line with the fault and its place."""
+    """Base of the errors that a user can fix. `str(error)` has the fault and its place, in one line for each fault."""
 
 
 class ConfigError(UserError):

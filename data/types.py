@@ -18,7 +18,7 @@ ACTION_CODES = "codes of the actions: "  # the beginning of the note with the co
 
 
 class DataError(UserError):
-    """The user's data or data options are wrong; `str(error)` is one line with the fault and its place."""
+    """The user's data or data options are wrong; `str(error)` has a line for each bad row, else one line."""
 
 
 @dataclass(frozen=True, eq=False)  # eq=False: hash by identity, since copies on a device are stored by data set

@@ -37,7 +37,7 @@ class InvalidRequest(RequestError):
 
 
 class UnknownItem(RequestError):
-    """Items that the run was not trained on.
+    """Items that are unknown to the run: it was not trained on them, and they were not added.
 
     Examples:
         >>> recommender.append(["c3"], ["s77"], [1_800_000_000])

@@ -1,7 +1,7 @@
 """Report the installed packages, whether they work together, and what to install otherwise.
 
-Run it as a file (`python tools/doctor.py`, `make doctor`). It needs Python alone. Exit status: 0 if everything fits,
-1 if something has to be installed.
+Run it as a file (`python tools/doctor.py`, `make doctor`). It needs Python alone. Exit status: 0 if everything fits
+and works, else 1.
 """
 
 import importlib

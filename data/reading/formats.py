@@ -19,7 +19,7 @@ class RawFormat:
 
     description: str
     kind: str = "text"  # "text", "sequences", "parquet", "json", "npy" or "generated"
-    # If `path` is a folder: patterns of the file, the first match is read; files may be compressed (.gz, .zst).
+    # If `path` is a folder: patterns of the file, the first match is read; files may be compressed.
     files: tuple[str, ...] = ()
     separator: str = ","
     header: bool = True

@@ -43,7 +43,7 @@ def split_row(text: str, fmt: RawFormat) -> list[str]:
 
 
 def first_line(source: RawFile, fmt: RawFormat) -> bytes:
-    """Return the first line of a file without its line end; DataError for a line that is too long."""
+    """Return the first line of a file with its line end; DataError for a line that is too long."""
     with open(source.path, "rb") as f:
         line = f.readline(fmt.longest_row + 1)
         if line.startswith(b"PAR1"):

@@ -159,7 +159,7 @@ class _State:
 
 
 class _Preparation:
-    """One preparation; each method makes the missing folders of one kind."""
+    """One preparation: `read`, then `dataset`; both write only the folders that are missing."""
 
     def __init__(self, name, fmt, files, handling, folder, count, progress):
         self.name, self.fmt, self.files, self.handling = name, fmt, files, handling

@@ -147,7 +147,10 @@ class Segments:
             self._commit(segments, self.next)
 
     def _merge(self) -> None:
-        """Merge neighbouring segments, newest first, until each is at most half as large as the one before."""
+        """Merge neighbouring segments, newest first, until each is at most half as large as the one before.
+
+        Segments with more than MOST_TOGETHER events together are not merged.
+        """
         while True:
             places = [
                 place
