@@ -13,9 +13,9 @@ step, as `benchmarks/train.py --parts` measures it, for each attention kind of -
 Both checkouts compile first, in parallel. Then all cases are measured --rounds times, each with one checkout and right
 away with the other, every time after a warm-up of WARM seconds. Attention has three times, in ms:
 
-    gpu     of a call in a row of calls that the host queues before the GPU begins with the first, by CUDA events
-    call    of a call that begins on an idle GPU, by CUDA events; it includes the host's time to launch all kernels
-    host    of the host until a call returns: the first decile of the calls, since other programs only add to it
+    gpu     the GPU's time of one of many calls, all queued by the host before the GPU begins; by CUDA events
+    call    the time of a call on an idle GPU, by CUDA events; it includes the host's time to launch all kernels
+    host    the host's time until a call returns: the first decile of the calls, since other programs only add to it
 
 The program prints a JSON line for each measurement, then (when interrupted too) a table: the median over the rounds of
 either checkout, the second median divided by the first, and the second minimum divided by the first. It does not check

@@ -1,4 +1,4 @@
-"""Measure how uneven the work of ranks is that share a config's batches, which are balanced or divided round-robin.
+"""Measure how unevenly ranks share the work of a config's batches, balanced and divided round-robin.
 
     python benchmarks/balance.py configs/ml-1m-hstu.yaml [key=value ...]
     torchrun --standalone --nproc-per-node 2 benchmarks/balance.py configs/ml-1m-hstu.yaml --time

@@ -6,10 +6,10 @@
 `time` prints the seconds and the peak memory of fitting all baselines, without the search of settings.
 `compare` prints the greatest differences of scores. The definitions agree except for this:
 
-- item-kNN: implicit weighs each event of a history by 1, here older events weigh less: compared with decay 1. Among the
-  items that are equally near to an item, which ones are kept is arbitrary: compared with all neighbours.
-- EASE: RecTools adds up the weights of repeated events, here (and in the paper) each item counts once: compared on
-  distinct events. RecTools computes in fp64 and rounds to fp32 at the end, as here.
+- item-kNN: implicit weighs each event of a history by 1, here older events weigh less; the comparison sets the decay
+  to 1. Which of equally near neighbours are kept is arbitrary; the comparison keeps all neighbours.
+- EASE: RecTools adds up the weights of repeated events, here (and in the paper) each item counts once; the comparison
+  uses distinct events. RecTools computes in fp64 and rounds to fp32 at the end, as here.
 - popularity: no difference.
 """
 

@@ -60,8 +60,8 @@ def add_arguments(parser):
 
 
 def flops(tokens, length, heads, size):
-    """Return the operations of two products forward and five backward (seven with a separate dq kernel), causal
-    half.
+    """Return the operations of two products forward and five backward (seven with a separate dq kernel), over the
+    causal half of all pairs.
     """
     product = 2 * tokens * (length / 2) * heads * size
     return {"fwd": 2 * product, "bwd": 5 * product}

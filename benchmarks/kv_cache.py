@@ -81,7 +81,7 @@ class Row(NamedTuple):
 
 
 def gains(out: Path, name: str) -> dict[str, np.ndarray]:
-    """Return seed -> NDCG@10 of every user, through a cache, or for a name without + from the run's own evaluation."""
+    """Return seed -> NDCG@10 of every user; name: a setting, or with `+` a setting with the packed cache it names."""
     if "+" in name:
         paths = sorted((out / "ranks").glob(f"{name}-*.npy"))
         ranks = {path.stem.removeprefix(f"{name}-"): np.load(path, allow_pickle=False) for path in paths}

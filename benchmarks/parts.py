@@ -8,8 +8,10 @@ graphs: every kernel belongs to the part whose forward or backward pass launched
 mostly sums of gradients. `ms` is the time of a single step on an idle GPU, with the host's time to launch it.
 `queued_ms` is the time per step when steps are queued one after another, as in training.
 
-The bound: products at 790 TFLOP/s. Forward and backward of a projection are three, of causal attention seven (of pairs
-that the kind computes), of the loss five. Letters: T tokens, N sequence length, E embedding size, I items, K negatives.
+The bound is the time of the matrix products of forward and backward at 790 TFLOP/s: three for each projection, seven
+for causal attention (over the pairs that the kind computes), five for the loss.
+
+Letters: T tokens, N sequence length, E embedding size, I items, K negatives.
 """
 
 import argparse

@@ -137,9 +137,9 @@ def part_of_batch(lengths: np.ndarray, local: np.ndarray, items: int, rng: np.ra
 def time_by_part(step: Step, batches: list[Batch]) -> dict:
     """Profile a step of each batch, and return what the GPU does in one step, in milliseconds.
 
-    span: from the first kernel's begin to the last one's end. compute: some kernel runs that is not NCCL's. messages:
-    some kernel of NCCL's runs; messages_alone: and no other. idle: no kernel runs. launches: the number of kernels and
-    copies. kernels: the 15 that take longest, by name.
+    span: from the first kernel's begin to the last one's end. compute: a kernel that is not NCCL's runs. messages: a
+    kernel of NCCL's runs. messages_alone: only kernels of NCCL's run. idle: no kernel runs. launches: the number of
+    kernels and copies. kernels: the 15 that take longest, by name.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for batch in batches:

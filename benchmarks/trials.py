@@ -104,7 +104,7 @@ def drawn_points(search: Search) -> list[dict[str, int]]:
     If every option has two values, and the number of points is a power of two above the number of options, the points
     are an orthogonal array: the effects of two options are not mixed. (Its columns are those of a Hadamard matrix,
     first the ones that are not products of two of the others.) With few options, the first half of the points also has
-    each value equally often. An array leaves out the first settings.
+    each value equally often. The first settings are not among the points of an array.
     """
     count, first = search.drawn, {o: search.start.get(o, 0) for o in search.options}
     if count & (count - 1) == 0 and count > len(search.options) and {len(v) for v in search.options.values()} == {2}:

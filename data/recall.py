@@ -144,7 +144,7 @@ class RecallBatches(Batches):
 
 
 def recall_splits(dataset: Dataset, valid_fraction: float, test_fraction: float) -> Splits:
-    """Hold out whole users: the last `test_fraction` of them for the test, the `valid_fraction` before for validation.
+    """Hold out whole users: the last `test_fraction` of them for the test, those before for validation.
 
     A sample has all events of a user. DataError if a part is empty.
     """

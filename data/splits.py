@@ -234,9 +234,10 @@ def _reasons(skipped: dict[str, int], name: str) -> str:
 
 
 def _time_windows(dataset: Dataset, valid_fraction: float, test_fraction: float):
-    """Return (each user's first event in the validation window [U], in the test window [U], the two windows' begins).
+    """Return (each user's first event from the begin of the validation window on [U], the same for the test, both
+    begins).
 
-    A user without an event in a window has the end of the user's events before it.
+    For a user without such an event, it is the end of the user's events.
     """
     if not dataset.has_timestamps:
         raise DataError(f"{dataset.name}: protocol temporal needs timestamps, and this source has none")

@@ -71,7 +71,8 @@ def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewE
 def missing_events(events: NewEvents, dataset: Dataset, before: Dataset) -> DataError | None:
     """Return the error for a data set that is missing events of a run, or None; before: the run's data.
 
-    Events of users or items that the data set does not have at all may be missing, but not all events.
+    Events of users or items that the data set does not have at all may be missing, unless these are all of the run's
+    events.
     """
     assert events.lost is not None and events.num_present is not None
     if events.num_present and not len(events.lost):

@@ -169,7 +169,7 @@ def progress_of(log: Path) -> str:
 
 
 def launch(job: Job, parallel: int) -> subprocess.Popen:
-    """Start the job's process with 1 / `parallel` of the cores and its output in the log; it ends with this one."""
+    """Start the job's process, on 1 / `parallel` of the cores; it writes to the log, and ends if this process ends."""
     environment = dict(os.environ)
     environment.pop("FORCE_COLOR", None)  # notebooks set it: rich would draw bars into the log
     if parallel > 1:

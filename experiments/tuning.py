@@ -260,7 +260,7 @@ def _drop_weights(folder: Path) -> None:
 
 
 def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
-    """Return (epoch, metric) of each complete line of metrics.jsonl; TrainingError if the split is not valid."""
+    """Return (epoch, metric) of each complete line of metrics.jsonl; TrainingError if the split is not `valid`."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []

@@ -36,8 +36,8 @@ def paged_block_sparse(
 ) -> Tensor:
     """Return the attention outputs [T, H, V] of a group's tokens, whose keys and values are already in the pages.
 
-    q, k: [T, H, D]; v: [T, H, V]; bias: the tables, with the group's times. Updates `served.choices` by the choice of
-    each user's open selection group, and `served.sums` by the sums of blocks that the tokens complete.
+    q, k: [T, H, D]; v: [T, H, V]; bias: the tables, with the group's times. Stores the choice of each user's open
+    selection group in `served.choices`, and the sums of the blocks that the tokens complete in `served.sums`.
     """
     c, dtype = inner.config, q.dtype
     gates = inner.gate(q)

@@ -70,7 +70,10 @@ class BlockSums:
         return stored.place(last)[0], block - last // stored.page_size * stored.page_size // size
 
     def write(self, layer: int, table: Tensor, lengths: Tensor, counts: Tensor) -> None:
-        """Sum the blocks that `counts` [B] new tokens after `lengths` [B] complete. Waits for the device."""
+        """Sum the blocks that new tokens complete; waits for the device.
+
+        counts: [B] new tokens of each user; lengths: [B] stored tokens before them.
+        """
         size, stored = self.sizes[layer], Stored(self.pool, layer, table)
         first = lengths // size
         most = int(((lengths + counts) // size - first).max())

@@ -202,7 +202,7 @@ class Contexts:
         return rows
 
     def lenient_users(self, features: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
-        """Return the rows of users' features from a log without unknown ones; None if the run has no such features."""
+        """Return the rows of users' features from a log, unknown features left out; None if the run has none."""
         if self.users is None:
             return None
         return rows_of_columns(self.known, "users", len(features), as_columns(features), strict=False)

@@ -194,9 +194,9 @@ class Engine:
         return UserWindow(user, history, begin, self._tokens(history.count - begin))
 
     def changed(self, user: str, history: History, unchanged: int) -> None:
-        """Remove tokens that a change of the history invalidates from the user's pages.
+        """Remove from the user's pages the tokens that a change of the history makes invalid.
 
-        These are the tokens after the first `unchanged` events, and the last token before, whose query time changed.
+        These are the tokens after the first `unchanged` events, and the token before them, whose query time changed.
 
         history: the history after the change.
         """

@@ -126,9 +126,9 @@ class Inspection(ServedRun):
         """Return the effect of each event of a user's window on the score of an item.
 
         The effect of an event is the score with all events minus the score without this event. It describes the model,
-        not the reasons of the user. Effects do not add up to the score: of two similar events, each may have no effect
-        alone. Without an event, the events around it become neighbours, and this change is a part of the effect. The
-        effect of a user's only event is NaN, since the model cannot score without events.
+        not the reasons of the user. Effects do not add up to the score: the removal of one of two similar events
+        may change nothing. Without an event, the events around it become neighbours, and this change is a part of the
+        effect. The effect of a user's only event is NaN, since the model cannot score without events.
 
         Args:
             user: an id; the user needs an event. The model runs on n sequences of n - 1 events each.

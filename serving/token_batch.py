@@ -114,7 +114,8 @@ class TokenBatch:
         """Return the sizes that the pass is padded to, for tables of `pages` pages.
 
         Padding tokens belong to additional users without pages. If each user has one token, so has each additional
-        user. Padding candidates belong to a single user. Otherwise a user has up to FEW, which fit into any table.
+        user. Padding candidates belong to a single user. Otherwise an additional user has up to FEW tokens, which
+        fit into any table.
         """
         users, total = rounded_up(len(self.entries)), int(self.counts.sum())
         if self.kind != "rank" and total == len(self.entries):

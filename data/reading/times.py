@@ -18,7 +18,7 @@ NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nano
 # The range of plausible times in each unit: from 1973 to 5138 (ns: to the limit of int64). Smaller numbers may be times
 # since another origin.
 BANDS = {"s": (10**8, 10**11), "ms": (10**11, 10**14), "us": (10**14, 10**17), "ns": (10**17, 2**63 - 1)}
-LAST_SECOND = 2**63 // 10**9  # the last time in nanoseconds: in the year 2262
+LAST_SECOND = 2**63 // 10**9  # the last second whose nanoseconds fit into int64: in the year 2262
 
 INTEGER, DECIMAL = r"^ *[+-]?[0-9]+$", r"^ *[+-]?[0-9]+(\.[0-9]*)?$"
 ISO = (

@@ -295,7 +295,7 @@ def create_app(
 
     @app.get("/health")
     async def health() -> bodies.Health:
-        """Check that the model thread is running; if it is not, restart the service. Requires no token."""
+        """Check that the model thread is running; if it is not, the service must be restarted. Requires no token."""
         if not worker.is_alive():
             raise HTTPException(503, "the model thread is not running")
         return bodies.Health(status="ok", users=worker.recommender.num_users, model=worker.recommender.label)

@@ -150,7 +150,7 @@ class AddUsers(Request):
 
 @dataclass
 class AddItems(Request):
-    """A request to add items. The result is the state of each: ADDED, or KNOWN before.
+    """A request to add items. The result is the state of each: ADDED, or KNOWN if it exists already.
 
     features: name -> a value for each item
     """
