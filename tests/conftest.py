@@ -10,9 +10,9 @@ import sys
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
-# The threads of NumPy's products, of which interpreted kernels consist, and of programs that tests start; both read
-# them when they are first imported. Threads that wait for a core cost more than they compute. A worker inherits the
-# variables and sets them again.
+# The numbers of threads of NumPy's products, of which interpreted kernels consist, and of programs that tests start.
+# The libraries read these variables when they are first imported. Threads that wait for a core cost more than they
+# compute. A worker inherits the variables and sets them again.
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
 import pytest  # noqa: E402

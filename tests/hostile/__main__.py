@@ -9,7 +9,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # kernels have no device here, as on a
 
 import gc
 
-gc.disable()  # in the imports, which `main` leaves out afterwards
+gc.disable()  # during the imports, whose objects `main` excludes from collection afterwards
 
 import argparse
 import collections

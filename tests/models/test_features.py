@@ -199,7 +199,7 @@ def test_padding_with_an_item_without_a_training_event():
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_drawn_rows_give_the_loss_of_the_whole_catalogue(shared):
-    """Also its gradients; negatives include repeated ones, targets of other tokens and the token's target."""
+    """Check gradients, too; negatives include repeated ones, targets of other tokens and the token's target."""
     config = configured(loss=LOSSES["mixed_negatives"] | ({"negatives": "shared"} if shared else {}))
     dataset = with_cold_items(with_made_up_features(generate(**SIZES)), 1)
     _, _, known, _ = prepared(config, dataset)
@@ -256,7 +256,7 @@ def test_features_of_an_event_that_ranking_predicts_from(known_at):
 
 @pytest.mark.parametrize("known_at", ["before", "after"])
 def test_features_that_a_candidate_reads(known_at):
-    """These are the history's and, if known before the user acts, the candidate's, but not other candidates'."""
+    """A candidate reads the history's features and, if known before the user acts, its own; no other candidates'."""
     columns = {"device": {"kind": "category", "known": known_at}}
     data = RANKING["data"] | {"features": {"events": {"columns": columns}}}
     layout = RANKING["task"] | {"layout": "targets", "num_targets": 4}

@@ -413,8 +413,9 @@ def test_softmax_with_biases_and_a_shared_key_head_by_hand():
 
 @pytest.mark.parametrize("block", ["hstu", "pre_norm", "transformer"])
 def test_a_residual_in_bf16(block):
-    """In training under autocast the sum that layers add to is rounded, its gradients are near; evaluation is as it
-    was.
+    """In training under autocast the sum that layers add to is rounded, and gradients are near those without rounding.
+
+    Evaluation does not change.
     """
     config = KINDS["softmax"] | {"block": block, "feed_forward_dim": 12, "dropout": 0.0}
     batch, results = make_batch([5, 1, 12]), []

@@ -5,9 +5,9 @@ to other data, so that the fault is not noticed. The interpreter has no hook for
 the functions of one C++ module and prepares the arguments of a launch in one method. Both are wrapped here: the
 wrappers call Triton's functions and return what those return.
 
-Half of the interpreter's time goes to work without an effect. It replaces the functions of triton.language at each
-call of a function by a kernel, though the launch of the kernel has replaced them. It also computes whether each integer
-operation overflows, and uses the answer only if its option `debug` is set, which it never is.
+Half of the interpreter's time goes to work without an effect. Whenever a kernel calls a function, the interpreter
+replaces the functions of triton.language, though the launch of the kernel has replaced them already. It also computes
+whether each integer operation overflows, and uses the answer only if its option `debug` is set, which it never is.
 """
 
 import contextlib

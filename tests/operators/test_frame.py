@@ -105,7 +105,7 @@ def test_kernels_refuse_tangents(name, graded):
 @interpreter
 @pytest.mark.parametrize("name", [name for name in KERNELS if "q" in VALID[name] or name == "catalogue_loss"])
 def test_the_interpreter_multiplies_no_bf16(name):
-    """It multiplies the numbers' bits: hstu_attention returned 7e8 for .02."""
+    """The interpreter would multiply the numbers' bits: hstu_attention returned 7e8 for .02."""
     narrow = lambda x: x.bfloat16() if is_floating(x) else x
     arguments = {n: converted(x, narrow) for n, x in VALID[name].items()}
     with pytest.raises(
@@ -116,7 +116,7 @@ def test_the_interpreter_multiplies_no_bf16(name):
 
 @interpreter
 def test_the_interpreter_transforms_no_long_rows_of_16_bits():
-    """Their second product is of bf16."""
+    """The second product of long rows is in bf16."""
     x = random(2, 256)
     with pytest.raises(TypeError, match="Triton's interpreter cannot multiply bf16"):
         hstu_sparse.hadamard_transform(x.half(), backend="triton")

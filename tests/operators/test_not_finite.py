@@ -53,8 +53,8 @@ def finite_output(kind, backend):
 
 
 @pytest.mark.parametrize(("kind", "name", "backend", "value"), CASES)
-def test_it_stays_behind(kind, name, backend, value):
-    """NaN reaches the outputs from token 10 on of the same sequence, those that see it included, and no others."""
+def test_not_finite_values_reach_no_earlier_output(kind, name, backend, value):
+    """The output of token 10 is not finite; those of earlier tokens and of the other sequence do not change."""
     if backend == "triton" and not launch.INTERPRET:
         pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
     before, inputs = finite_output(kind, backend), finite_inputs()
@@ -110,7 +110,7 @@ HEAD_CASES += [
 
 
 @pytest.mark.parametrize(("kind", "backend"), HEAD_CASES)
-def test_it_stays_in_its_key_head(kind, backend):
+def test_nan_stays_in_its_key_head(kind, backend):
     inputs = finite_inputs()
     inputs["q"] = inputs["q"].repeat(1, 2, 1)
     before = BY_HEAD[kind](**inputs, backend=backend)

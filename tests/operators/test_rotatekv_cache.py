@@ -95,7 +95,7 @@ def test_only_files_are_written_and_read(tmp_path, kind):
 
 
 def test_threads_save_to_one_path(tmp_path):
-    """The file is that of the last thread, whole, and there is no other file."""
+    """The file is whole, that of one of the threads, and there is no other file."""
     caches = [rotatekv_compress(*make((size, 3, 5, 7))) for size in (20, 200, 40, 100)]
     path, start, failed = tmp_path / "cache", threading.Barrier(4), []
 

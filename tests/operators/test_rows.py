@@ -34,7 +34,7 @@ def test_heads_of_several_tensors(tokens, d, v, heads):
         assert actual is None if x is None else check(actual, x) is None
 
 
-def test_what_no_kernel_pads_for_all():
+def test_tensors_that_one_kernel_does_not_pad():
     """Test other tokens or heads, other dimensions, channels that are not adjacent, and five tensors."""
     from hstu_sparse.tiles.rows import as_rows
 

@@ -34,7 +34,7 @@ def test_tensors(x, shape, options, error, message):
         check_tensor("x", x, shape, {"T": 5}, **options)
 
 
-def test_letters_are_entered_and_held_against():
+def test_letters_get_the_sizes_of_a_tensor():
     sizes = {}
     check_tensor("q", torch.zeros(5, 2, 3), "T H D", sizes, dtype=FLOATING)
     assert sizes == {"T": 5, "H": 2, "D": 3}

@@ -124,7 +124,7 @@ def test_damaged_vectors_of_a_run(place, tmp_path, capsys):
 
 
 def test_new_items_of_an_update(place, tmp_path):
-    """Check that they begin with their vectors and zero corrections, and that known items keep rows and moments."""
+    """New items begin with their vectors and zero corrections; known items keep rows and moments."""
     write_events(tmp_path / "more.csv", range(48), 0)
     events = (tmp_path / "more.csv").read_text()
     new = "".join(f"{user},{40 + user % GROUPS},{10**6 + user}\n" for user in range(24)) + "0,99,2000000\n"

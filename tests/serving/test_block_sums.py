@@ -14,7 +14,7 @@ BSA = {"kind": "bsa", "block_size": 8, "block_counts": 3, "selection_group": 4, 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 16, 24, 40])
 def test_sums_equal_those_of_the_pages(size):
-    """This does not depend on how tokens were written, or on the block and page sizes."""
+    """The sums do not depend on how tokens were written, or on the block and page sizes."""
     pool = PagePool(PageFormat(2, 16, 32), 30)
     lengths = [70, 0, 41]
     rows = [pool.reserve([], length) for length in lengths]

@@ -118,7 +118,7 @@ def append(recommender, user, events):
     ],
 )
 def test_answers_are_those_of_batches_with_the_features(task, attention, tokens, tmp_path):
-    """This also holds if features of users are tokens, which all later tokens attend to even with a window."""
+    """Features of users may be tokens, which all later tokens attend to even with a window."""
     recommender, reference = served(task, attention, tokens=tokens)
     append(recommender, "u", EVENTS[:3])
     append(recommender, "v", EVENTS[1:])

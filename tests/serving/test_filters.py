@@ -121,7 +121,7 @@ def test_random_requests_against_a_plain_filter(requests, monkeypatch):
 
 
 def test_each_request_of_a_round_has_its_filter():
-    """This also holds with padding, as on a GPU."""
+    """Check the lists without padding, and with padding as on a GPU."""
     served = recommender()
     plain = PlainFilter(served)
     requests = [{}, {"deny": [100, 103]}, {"where": {"brand": ["a"]}}, {"at_most": {"brand": 1}}, {"allow": []}, {}]

@@ -97,7 +97,7 @@ def same_lists(actual, expected):
 
 
 def test_a_posted_item_is_recommended_like_others(place, tmp_path):
-    """It is in the next answer with the right score, also after the service was killed and restarted."""
+    """The item is in the next answer with the right score, also after the service was killed and restarted."""
     large = loaded(place, "large")
     expected = large.recommend([0, 1, 2, 3], K, 1000, exclude_seen=False)
     body = {"events": [dict(zip(("user", "item", "timestamp"), event)) for event in EVENTS]}

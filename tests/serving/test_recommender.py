@@ -115,7 +115,7 @@ def test_candidates_never_see_one_another():
 
 
 def test_events_that_come_late():
-    """This includes events before the window, which push others back into it, and ties, which come last."""
+    """Test events before the window, which push others back into it, and ties, which come last."""
     config = make_config(max_seq_len=8)
     model = make_model(config)
     served, plain = serve(config, model, slide=3, cache_bytes=SMALL), Plain(config, model, 3)

@@ -96,7 +96,7 @@ def test_the_file_gives_the_lists_of_the_recommender(tmp_path, trained, kind):
 @compiled
 @pytest.mark.slow
 def test_the_file_is_as_fast_as_the_model(trained):
-    """It takes at most 1.2 times the eager time, by the best of several measurements, as the machine may be busy."""
+    """The file takes at most 1.2 times the eager time, by the best of several measurements, as other work may run."""
     folder = trained({"model": {"max_seq_len": 200, "embedding_dim": 64, "num_layers": 2}}).folder
     assert run("eval.py", folder, "--export-model", "model.pt2").returncode == 0
     eager, packed = next_items(folder), torch._inductor.aoti_load_package("model.pt2")

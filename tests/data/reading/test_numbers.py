@@ -62,7 +62,7 @@ def test_parquet_parts_of_several_types(load, tmp_path, kinds, partitions):
 
 
 def test_actions_of_parts_that_are_text_and_numbers(load, tmp_path):
-    """Check that this is an error that names a part, for any order of the parts."""
+    """Such parts are an error that names one of them, in any order of the parts."""
     (tmp_path / "log").mkdir()
     texts = {"view": "user,item,timestamp,how\n1,1,1,view\n", "number": "user,item,timestamp,how\n1,1,1,3\n"}
     for names in (("view", "number"), ("number", "view")):

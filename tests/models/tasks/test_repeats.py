@@ -35,8 +35,10 @@ train: {epochs: 2, batch_size: 16, lr: 1e-2, checkpoint_seconds: 1000}
 
 
 def shop(repeated):
-    """Events of 40 users with 9 events each; of every second one, if `repeated`, the last two repeat earlier items: the
-    second last one an item of the window, the last one an item from before the window.
+    """Return 9 events of each of 40 users.
+
+    If `repeated`, the last two events of every second user repeat earlier items: the second last an item of the window,
+    the last an item from before the window.
     """
     rng, lines = np.random.default_rng(0), []
     for user in range(40):

@@ -70,7 +70,7 @@ def test_filters_over_http(tmp_path):
 
 
 def test_an_event_that_is_sent_again_changes_nothing(small, tmp_path):
-    """This holds within a request, for later ones and after a restart, but not after the user was deleted."""
+    """Ids are known within a request, in later ones and after a restart, but not after the user was deleted."""
     path = tmp_path / "log"
     for start in range(2):
         served, log = serve(*small, lambda: AT, cache_bytes=2**22), EventLog(path)

@@ -115,7 +115,7 @@ def planned(tmp_path_factory) -> tuple[dict[str, dict], list[str], Path]:
 
 
 def check_weights_and_optimiser(plan, overrides):
-    """Check that they are counted to the byte, as a step of a real model has them."""
+    """Check that the plan counts them to the byte, as a step of a real model has them."""
     few = "train.batch_size=2"  # these sizes do not depend on it
     config = load_config(ROOT / "configs/synthetic-hstu.yaml", [SMALL, *overrides, few])
     data = open_data(config, device=torch.device("cpu"))
@@ -135,7 +135,7 @@ def check_weights_and_optimiser(plan, overrides):
 
 
 def check_activations(plan, kind):
-    """Check that they are those that autograd saves."""
+    """Check that the plan counts the activations that autograd saves."""
     activations = sum(plan["activations"].values())
     # The plan of a batch is allocated too, but not saved by autograd.
     assert 0.98 * plan["saved"] < activations <= 1.6 * plan["saved"]
