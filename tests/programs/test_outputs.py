@@ -200,10 +200,11 @@ def test_an_environment_that_libraries_refuse_is_one_line(name, value, says):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_output_of_a_narrow_encoding(finished_run, monkeypatch, encoding):
+def test_output_of_a_narrow_encoding(finished_run, tmp_path, monkeypatch, encoding):
+    folder = shutil.copytree(finished_run / ODD, tmp_path / ODD)
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", out)
-    assert evaluation.main([str(finished_run / ODD)]) == 0
+    assert evaluation.main([str(folder)]) == 0
     out.flush()
     assert (
         b"Written: " in out.buffer.getvalue() and "[/]é".encode(encoding, "backslashreplace") in out.buffer.getvalue()
