@@ -59,7 +59,7 @@ def test_a_users_features_change_each_of_their_outputs_and_no_others(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_later_event_changes_an_output(kind):
-    """An event changes outputs from its position on; context tokens do not attend to it."""
+    """An event changes no output before its own; context tokens do not attend to it."""
     model, batch = make_model(kind, num_layers=2), batch_of()
     out = model(batch)[0]
     for field, value in (("item_ids", 39), ("query_timestamps", 10**9)):

@@ -66,7 +66,7 @@ def test_starts_as_the_cosine():
     torch.testing.assert_close(scores, out @ F.normalize(items, dim=-1).T / 0.5, rtol=1e-5, atol=1e-5)
 
 
-def test_item_dropout_leaves_gates_and_evaluation():
+def test_item_dropout_changes_neither_gates_nor_evaluation():
     head, _, items, _ = setup(item_dropout=0.5)
     first, again, judged = head.items(items), head.items(items), head.eval().items(items)
     assert not torch.allclose(first.components, again.components)

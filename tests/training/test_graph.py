@@ -117,7 +117,7 @@ def test_graphed_steps_train_as_plain_ones(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", ["cross_entropy", "sampled_softmax"])
 def test_graphed_steps_train_features_as_plain_ones(loss):
-    """A loss with random negatives draws others; only the mean is compared."""
+    """With random negatives the two runs draw different ones, so that only the mean loss is compared."""
     losses, weights, initial, step = run("dense", graphs=True, features=True, loss=loss, steps=40)
     expected, _, _, _ = run("dense", graphs=False, features=True, loss=loss, steps=40)
     assert step.captured
@@ -143,7 +143,7 @@ def test_steps_of_ranking_are_captured(layout, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("graphs", [True, False])
 def test_recomputed_steps_have_the_same_bits(kind, graphs, deterministic):
-    """The second forward pass has the same dropout masks; bf16 has sums of a fixed order."""
+    """The second forward pass has the same dropout masks, and adds up in the same order, also in bf16."""
     (losses, weights, *_), (expected, plain, *_) = (
         run(kind, graphs=graphs, dropout=0.3, steps=8, autocast="bf16", recompute=recompute)
         for recompute in (True, False)
@@ -215,17 +215,17 @@ def test_sizes_are_warmed_up_again_after_graphs_were_forgotten():
 
 
 @pytest.mark.parametrize(
-    ("message", "captured"),
+    ("message", "error_type"),
     [
-        ("CUDA error: operation not permitted when stream is capturing", False),
-        ("CUDA error: operation would make the legacy stream depend on a capturing blocking stream", False),
-        ("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture", False),
-        ("CUDA error: an illegal memory access was encountered", True),
-        ("Triton Error [CUDA]: out of resources", True),
+        ("CUDA error: operation not permitted when stream is capturing", ConfigError),
+        ("CUDA error: operation would make the legacy stream depend on a capturing blocking stream", ConfigError),
+        ("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture", ConfigError),
+        ("CUDA error: an illegal memory access was encountered", RuntimeError),
+        ("Triton Error [CUDA]: out of resources", RuntimeError),
     ],
 )
-def test_only_errors_of_capturing_become_configuration_errors(monkeypatch, message, captured):
-    """After an error in a capture its end fails as well, which must not hide the cause; simulated without a GPU."""
+def test_only_errors_of_capturing_become_configuration_errors(monkeypatch, message, error_type):
+    """After an error in a capture, its end fails as well, which must not hide the cause; simulated without a GPU."""
 
     @contextlib.contextmanager
     def failing_capture(*_, **__):
@@ -241,7 +241,7 @@ def test_only_errors_of_capturing_become_configuration_errors(monkeypatch, messa
     monkeypatch.setattr(torch.cuda, "graph", failing_capture)
     graphed = GraphedStep.__new__(GraphedStep)
     graphed.step, graphed.stream, graphed.pool = step, None, None
-    with pytest.raises(RuntimeError if captured else ConfigError) as error:
+    with pytest.raises(error_type) as error:
         graphed._capture(make_batch([3]))
     assert message in str(error.value)
-    assert ("cannot be captured" in str(error.value)) != captured
+    assert ("cannot be captured" in str(error.value)) == (error_type is ConfigError)

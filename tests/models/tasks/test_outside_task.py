@@ -55,7 +55,7 @@ def test_it_trains_and_evaluates(place):
 
 
 def test_it_resumes(place, tmp_path):
-    """A run that is resumed for another epoch equals one that was started with as many epochs."""
+    """A run that is resumed for another epoch has the losses of one that was started with as many epochs."""
     options = [str(place / "run.yaml"), f"data.cache_dir={place / 'cache'}", "eval.test=false"]
     assert train.main([*options, "train.epochs=1", "--run", str(tmp_path / "short")]) == 0
     assert train.main(["--resume", str(tmp_path / "short"), "train.epochs=2"]) == 0

@@ -115,7 +115,7 @@ def planned(tmp_path_factory) -> tuple[dict[str, dict], list[str], Path]:
 
 
 def check_weights_and_optimiser(plan, overrides):
-    """Check that the plan counts them to the byte, as a step of a real model has them."""
+    """Check that the plan counts weights, gradients and the optimiser's state to the byte, as a real step has them."""
     few = "train.batch_size=2"  # these sizes do not depend on it
     config = load_config(ROOT / "configs/synthetic-hstu.yaml", [SMALL, *overrides, few])
     data = open_data(config, device=torch.device("cpu"))
