@@ -54,7 +54,7 @@ def test_half_of_the_windows_are_the_latest(prepared):
     assert len(latest) > 500 and 0.5 < np.mean(latest) < 0.6  # half are kept, the others are uniform over all windows
 
 
-def test_dropped_events_leave_order_and_the_last_two(prepared):
+def test_dropping_keeps_the_order_and_the_last_two_events(prepared):
     _, split, _ = prepared
     drawn = draw({"drop": 0.3}, prepared)
     left_out = 0

@@ -1,4 +1,4 @@
-"""Test the memory task: each recall was shown once, at the distance of its action, and only this determines it."""
+"""Test the memory task: each recalled pair was shown once, at the distance that its action names."""
 
 from itertools import pairwise
 

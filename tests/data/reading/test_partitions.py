@@ -121,7 +121,10 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("source", ["text_csv", "parquet"])
 def test_continues_where_it_was_killed(tmp_path, monkeypatch, source):
-    """Kill at every fifth folder, alternately before and after it is moved into place; none is made twice."""
+    """Kill at every fifth folder, alternately before and after it is moved into place.
+
+    No folder is made twice, except that of the columns.
+    """
     (tmp_path / "raw").mkdir()
     source_files = SOURCES[source](tmp_path / "raw")
     expected = prepare(tmp_path / "once", source_files, 1)
