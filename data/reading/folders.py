@@ -43,7 +43,7 @@ def _walk(folder: Path, root: Path, ending: str, read: set[Path]) -> Iterator[Pa
 
 def check_ending(name: str, ending: str, root: str) -> None:
     """Raise DataError for the name of a part with another ending, compressed or not; root: the folder of all parts."""
-    if not _bare(name).endswith(ending):
+    if not unpacked_name(name).lower().endswith(ending):
         raise DataError(
             f"{shown(name, 200)}: expected {ending} or {', '.join(ending + packed for packed in PACKED)}; to leave out "
             f"other files, set the path to a pattern: {shown(f'{root}/**/*{ending}', 300)}"
@@ -68,7 +68,7 @@ def matching(folder: Path, pattern: str, all_files: bool) -> list[Path]:
     for file in sorted(os.listdir(place)):
         if file.startswith(PRIVATE):
             continue
-        if fnmatch.fnmatchcase(_bare(file), name):
+        if fnmatch.fnmatchcase(unpacked_name(file).lower(), name):
             files.append(_regular(place / file, read))
         elif all_files and fnmatch.fnmatchcase(file.lower(), name + ".*"):
             endings = ", ".join(PACKED)
@@ -109,10 +109,9 @@ def _expanded(folder: Path, pattern: tuple[str, ...]) -> Iterator[Path]:
             yield from _expanded(path, rest)
 
 
-def _bare(name: str) -> str:
-    """Return the name of a file in lower case, without an ending of compression."""
-    name = name.lower()
-    return next((name.removesuffix(end) for end in PACKED if name.endswith(end)), name)
+def unpacked_name(name: str) -> str:
+    """Return the name of a file without an ending of compression, in capital or small letters."""
+    return next((name[: -len(end)] for end in PACKED if name.lower().endswith(end)), name)
 
 
 def _mode(path: Path) -> int:

@@ -16,6 +16,7 @@ from data.filtering import offsets_of
 from data.progress import Progress
 from data.reading.bad_rows import LIMIT, BadRows
 from data.reading.conditions import note_of_condition
+from data.reading.folders import unpacked_name
 from data.reading.formats import RawFormat
 from data.reading.lists import mostly_lists
 from data.reading.memory import require_memory
@@ -266,10 +267,7 @@ def name_of(name: str, fmt: RawFormat, first: RawFile) -> str:
     """Return the name of a data set: its format, or the file's stem for general formats such as csv."""
     if not fmt.named_columns and name not in ("lines", "sequences", "amazon"):
         return name
-    stem = Path(first.name).name
-    for end in (".gz", ".zst"):
-        stem = stem.removesuffix(end)
-    return Path(stem).stem
+    return Path(unpacked_name(first.name)).stem
 
 
 def refuse_two_writings(distinct, first: RawFile, role: str) -> None:

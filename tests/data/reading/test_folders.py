@@ -125,6 +125,7 @@ def test_links_capital_letters_and_compressed_parts(load, tmp_path):
     ):
         (log / f"{user + 5}.{ending}").write_bytes(compress(f"{HEADER}{user + 5},1,1\n".encode()))
     assert load("csv", log).user_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert [load("csv", log / name).name for name in ("5.csv.bz2", "6.csv.xz", "7.CSV.GZ")] == ["5", "6", "7"]
     for compress in (bz2.compress, lzma.compress):
         damaged = compress(b"user,item,timestamp\n1,2,3\n" * 99)[:-9]
         assert "damaged, cannot be unpacked" in error_of(load, "csv", damaged)
