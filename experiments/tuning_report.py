@@ -35,7 +35,7 @@ def conclude(tuning: Search, config: RunConfig) -> None:
     default = next((trial for trial in trials if trial.user_attrs.get("default")), None)
     rows = option_rows(tuning, best, default)
     users, baselines = on_validation(config)
-    notes = [baselines_line(tuning.metric, baselines)] if baselines else []
+    notes = [baselines_line(tuning, baselines)] if baselines else []
     notes += chance_lines(tuning, best, default, users)
     write_file(tuning.out / "report.md", "\n".join(report(tuning, config, trials, best, default, rows, notes)) + "\n")
     table = Table(title=f"{tuning.metric} {best.values[0]:.4f}, validation", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -71,20 +71,20 @@ def on_validation(config: RunConfig) -> tuple[int, dict[str, float]]:
     return len(data.splits.valid), {name: value for name, value in values.items() if value is not None}
 
 
-def baselines_line(metric: str, baselines: dict[str, float]) -> str:
+def baselines_line(tuning: Search, baselines: dict[str, float]) -> str:
     """Return a sentence about the baselines, best first."""
-    order = sorted(baselines.items(), key=lambda item: -item[1])
-    return f"Baselines, {metric} on validation: {', '.join(f'{name} {value:.4f}' for name, value in order)}."
+    order = sorted(baselines.items(), key=lambda item: item[1], reverse=not tuning.less_is_better)
+    return f"Baselines, {tuning.metric} on validation: {', '.join(f'{name} {value:.4f}' for name, value in order)}."
 
 
 def chance_lines(tuning: Search, best: FrozenTrial, default: FrozenTrial | None, users: int) -> list[str]:
     """Compare the gain of the best trial over the default with the gain that is expected by chance.
 
-    The metric is a mean over users of values from 0 to 1, so its standard error is at most sqrt(m (1 - m) / users). If
-    all n trials were as good as the default, the best of them would exceed it by this standard error times the expected
-    maximum of n normal values (Blom, 1958).
+    A metric of which more is better is a mean over users of values from 0 to 1, so its standard error is at most
+    sqrt(m (1 - m) / users). If all n trials were as good as the default, the best of them would exceed it by this
+    standard error times the expected maximum of n normal values (Blom, 1958). Other metrics have no bound, and no line.
     """
-    if default is None or default.state is not TrialState.COMPLETE or not users:
+    if tuning.less_is_better or default is None or default.state is not TrialState.COMPLETE or not users:
         return []
     count, mean = len(tuning.trials(TrialState.COMPLETE, TrialState.PRUNED)), default.values[0]
     if count < 2 or not 0 < mean < 1:

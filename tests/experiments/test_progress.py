@@ -32,11 +32,21 @@ def trial(value):
 
 @pytest.mark.parametrize(("best", "warns"), [(0.202, True), (0.3, False)])
 def test_a_gain_that_chance_explains_is_a_warning(best, warns):
-    search = SimpleNamespace(trials=lambda *states: [trial(0.2)] * 40)
+    search = SimpleNamespace(trials=lambda *states: [trial(0.2)] * 40, less_is_better=False)
     (line,) = chance_lines(search, trial(best), trial(0.2), 1000)
     assert line.startswith("WARNING") == warns and "1,000 validation users" in line
     assert not chance_lines(search, trial(best), None, 1000)
 
 
-def test_the_best_baseline_comes_first():
-    assert "again 0.2000, popularity 0.1000" in baselines_line("HR@10", {"popularity": 0.1, "again": 0.2})
+def test_a_metric_without_a_bound_has_no_gain_by_chance():
+    search = SimpleNamespace(trials=lambda *states: [trial(0.6)] * 40, less_is_better=True)
+    assert not chance_lines(search, trial(0.5), trial(0.6), 1000)
+
+
+@pytest.mark.parametrize(
+    ("less_is_better", "line"),
+    [(False, "again 0.2000, popularity 0.1000."), (True, "popularity 0.1000, again 0.2000.")],
+)
+def test_the_best_baseline_comes_first(less_is_better, line):
+    search = SimpleNamespace(metric="HR@10", less_is_better=less_is_better)
+    assert line in baselines_line(search, {"popularity": 0.1, "again": 0.2})
