@@ -257,13 +257,13 @@ def _left_over(listing: str) -> list[str]:
     """Return the instructions that read an older value of a uniform register.
 
     They are found where the upper half of a descriptor is a constant plus the carry of the lower half plus a term,
-    which should be 0.
+    which should be 0. Bits 20 to 29 of that half are 0, in contrast to those of other constants.
     """
     last: dict[str, str] = {}
     instructions = []
     for line, name, operands in _instructions(listing):
-        upper = re.match(r"UR\d+, (UR\d+), -?0x[0-9a-f]{8}, URZ, UP\d, !UPT", operands)
-        if name == "UIADD3.X" and upper:
+        upper = re.match(r"UR\d+, (UR\d+), (-?0x[0-9a-f]{8}), URZ, UP\d, !UPT", operands)
+        if name == "UIADD3.X" and upper and not int(upper[2], 16) & 0x3FF00000:
             source = last.get(upper[1], "")
             if source.startswith("R2UR"):
                 source = last.get(source.split(", ")[-1], "")

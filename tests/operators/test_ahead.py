@@ -49,6 +49,12 @@ def test_a_descriptor_with_a_stale_register_is_found():
     assert wrong in unset_registers(wrong)
 
 
+def test_other_constants_are_no_descriptors():
+    """A sum of 64 bits as ptxas made it, in a kernel that divides by 3."""
+    listing = "/*0220*/  S2UR UR11, SR_CTAID.X ;\n/*0230*/  UIADD3.X UR12, UR11, -0x2aaaaaab, URZ, UP0, !UPT ;"
+    assert unset_registers(listing) == []
+
+
 def test_a_descriptor_with_another_register_is_found():
     """A descriptor as ptxas made it: both halves begin with the address of shared memory, the lower one in bytes."""
     wrong = "/*6880*/                   UIADD3.X UR7, UR36, -0x7fffffe0, URZ, UP0, !UPT ;"
