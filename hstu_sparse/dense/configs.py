@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hstu_sparse.core.launch import LaunchConfig, architecture, configuration
-from hstu_sparse.tiles.assembly import proven
+from hstu_sparse.tiles.assembly import PROVEN_VERSION, proven
 
 
 class Features(NamedTuple):
@@ -23,6 +23,11 @@ class Features(NamedTuple):
     arch: int  # compute capability, 90 for 9.0
     hopper: bool = False  # whether the kernels for Hopper run, whose tiles differ
 
+    @property
+    def crowded(self) -> bool:
+        """Whether values of bias tables pass through shared memory, which leaves less of it for tiles."""
+        return (self.position or self.time) and not PROVEN_VERSION  # assembly keeps them in registers
+
 
 @configuration
 def fwd_config(f: Features) -> LaunchConfig:
@@ -33,7 +38,7 @@ def fwd_config(f: Features) -> LaunchConfig:
         return LaunchConfig(BLOCK_M=64 if narrow else 32, BLOCK_N=32, num_warps=4, num_stages=2)
     if f.arch == 90:
         if wide:
-            return LaunchConfig(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)
+            return LaunchConfig(BLOCK_M=128, BLOCK_N=32 if f.crowded else 64, num_warps=8, num_stages=2)
         # Few registers and little shared memory, so that two or three programs share a multiprocessor: while one waits
         # for its products, another computes SiLU and bias.
         if f.time:
@@ -138,7 +143,7 @@ def bwd_dkv_config(f: Features) -> LaunchConfig:
         return LaunchConfig(BLOCK_M=rows, BLOCK_N=32, TMA=False, num_warps=4, num_stages=1)
     if f.arch == 90:
         if wide:
-            return LaunchConfig(BLOCK_M=32, BLOCK_N=128, TMA=True, num_warps=8, num_stages=2)
+            return LaunchConfig(BLOCK_M=32, BLOCK_N=64 if f.crowded else 128, TMA=True, num_warps=8, num_stages=2)
         if f.time:
             registers = 168 if max(f.pad_d, f.pad_v) <= 64 else None
             return LaunchConfig(BLOCK_M=32, BLOCK_N=64, TMA=True, num_warps=4, num_stages=3, maxnreg=registers)

@@ -16,12 +16,12 @@ from hstu_sparse.core.launch import INTERPRET, architecture
 
 PROVEN_ARCHITECTURES = (80, 90)
 PROVEN_TRITON = ("3.6", "3.7")
-_PROVEN_VERSION = not INTERPRET and ".".join(triton.__version__.split(".")[:2]) in PROVEN_TRITON
+PROVEN_VERSION = not INTERPRET and ".".join(triton.__version__.split(".")[:2]) in PROVEN_TRITON
 
 
 def proven(device: torch.device) -> bool:
     """Return whether kernels on this device may use this file's assembly."""
-    return _PROVEN_VERSION and architecture(device) in PROVEN_ARCHITECTURES
+    return PROVEN_VERSION and architecture(device) in PROVEN_ARCHITECTURES
 
 
 @triton.jit
