@@ -21,13 +21,40 @@ PARTS = [
 SHARED = {80: 163 * 1024, 90: 228 * 1024}
 
 
-# Bytes that a thread of these kernels spills on sm_90, by Triton's version.
+# Bytes that a thread of these kernels spills with a version of Triton, by architecture, where a case allows fewer.
 SPILLED = {
     "3.8": {
-        "dense_attention_bwd_dkv_kernel": 40,
-        "dense_attention_fwd_hopper_kernel": 64,
-        "dense_attention_bwd_dq_hopper_kernel": 40,
-    },
+        80: {
+            "bsa_choose_fwd_kernel": 8,
+            "catalogue_loss_fwd_kernel": 760,
+            "flash_attention_bwd_dkv_kernel": 8,
+            "flash_attention_bwd_dq_kernel": 16,
+        },
+        90: {
+            "bsa_query_bwd_dq_kernel": 680,
+            "bsa_query_fwd_kernel": 528,
+            "dense_attention_bwd_dkv_hopper_kernel": 8,
+            "dense_attention_bwd_dkv_kernel": 464,
+            "dense_attention_bwd_dq_hopper_kernel": 104,
+            "dense_attention_bwd_dq_kernel": 616,
+            "dense_attention_fwd_hopper_kernel": 200,
+            "dense_attention_fwd_kernel": 640,
+            "flash_attention_bwd_dkv_kernel": 184,
+            "flash_attention_bwd_dq_kernel": 72,
+            "hadamard_transform_fwd_kernel": 3808,
+            "htree_attend_bwd_kernel": 424,
+            "index_scores_bwd_kernel": 8,
+            "lightning_indexer_refill_kernel": 48,
+            "query_gates_fwd_kernel": 328,
+            "rotary_kernel": 56,
+        },
+        100: {
+            "flash_attention_fwd_kernel": 368,
+        },
+        120: {
+            "query_gates_bwd_kernel": 104,
+        },
+    }
 }.get(".".join(metadata.version("triton").split(".")[:2]), {})
 
 
@@ -56,7 +83,7 @@ def check(names, architectures, kernels):
     wrong = [
         k
         for k in kernels
-        if k["local_bytes"] > max(k["allowed"], SPILLED.get(k["name"], 0) if k["arch"] == 90 else 0)
+        if k["local_bytes"] > max(k["allowed"], SPILLED.get(k["arch"], {}).get(k["name"], 0))
         or k["shared_bytes"] > SHARED.get(k["arch"], k["shared_bytes"])
         or k["unset_registers"]
         or k["early_reloads"]
