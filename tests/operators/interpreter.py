@@ -6,11 +6,13 @@ the functions of one C++ module and prepares the arguments of a launch in one me
 wrappers call Triton's functions and return what those return.
 
 Half of the interpreter's time goes to work without an effect. Whenever a kernel calls a function, the interpreter
-replaces the functions of triton.language, though the launch of the kernel has replaced them already. It also computes
-whether each integer operation overflows, and uses the answer only if its option `debug` is set, which it never is.
+replaces the functions of triton.language, though the launch of the kernel has replaced them already. It computes
+whether each integer operation overflows, and uses the answer only if its option `debug` is set, which it never is. It
+lists all NumPy dtypes anew whenever it needs one.
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
 import types
@@ -83,12 +85,16 @@ def checked_interpreter():
     memory = CheckedMemory(interpreter._interpreter)
     prepare = interpreter.GridExecutor._init_args_hst
     replace_functions = interpreter._patch_lang
+    dtype_of_scalar = functools.cache(interpreter._get_np_dtype)
     all_functions = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
     def prepare_and_allow(executor, arguments, keywords):
         arguments, keywords = prepare(executor, arguments, keywords)
         memory.allow([*arguments, *keywords.values()])
         return arguments, keywords
+
+    def numpy_dtype(dtype):
+        return np.dtype(np.uint64) if dtype.scalar.is_ptr() else dtype_of_scalar(dtype.scalar)
 
     def call(function, *arguments, **keywords):
         return function.rewrite()(*arguments, **keywords)
@@ -97,6 +103,7 @@ def checked_interpreter():
         mock.patch.object(interpreter, "_interpreter", memory),
         mock.patch.object(interpreter.GridExecutor, "_init_args_hst", prepare_and_allow),
         mock.patch.object(interpreter, "_patch_lang", lambda kernel: replace_functions(all_functions)),
+        mock.patch.object(interpreter, "_get_np_dtype", numpy_dtype),
         mock.patch.object(interpreter.InterpretedFunction, "__call__", call),
         mock.patch.object(
             interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False)
