@@ -132,6 +132,8 @@ def campaign(name: str, device: str, seconds: float, seed: str) -> tuple[int, fl
         again = device == "cuda" and cases % BATCHES and "lengths" in case
         case = draw(module, numbers, device == "cpu", case if again else None)
         cases += 1
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         if error := attempt(module, device, case):
             failed.append(f"({name!r}, {case!r}),  # {error}")
             print(failed[-1], flush=True)  # for whoever ends it early, with -s
@@ -143,7 +145,6 @@ def campaign(name: str, device: str, seconds: float, seed: str) -> tuple[int, fl
             if peak > 3 * MOST_BYTES / GIB:
                 failed.append(f"({name!r}, {case!r}),  # took {peak:.1f} GiB: its reference_bytes expects less")
             torch.cuda.empty_cache()  # other processes run beside this one
-            torch.cuda.reset_peak_memory_stats()
     assert not failed, f"{len(failed)} failures in {cases} cases:\n" + "\n".join(failed[:20])
     return cases, most
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from hstu_sparse.bias.scores import table_bias
 from hstu_sparse.cache.codec import Pages, load_codes, sign, unpack_halves
 from hstu_sparse.cache.decode import load_keys, load_values, restored_blocks
-from hstu_sparse.tiles.rows import in_registers, load_rows, locate, opaque, silu
+from hstu_sparse.tiles.rows import load_rows, locate, opaque, silu
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -116,9 +116,6 @@ def rotated_queries(q_rows, member, first_member, order, rotation, form, HEADS: 
     DTYPE: tl.constexpr = q_rows.dtype
     BW: tl.constexpr = form.K_BLOCK
     BLOCKS: tl.constexpr = form.K_BLOCKS
-    # Queries in shared memory would begin at the address of the tiles of keys. ptxas 12.8 then makes a wrong descriptor
-    # of keys in blocks of 32 channels, and the kernel reads outside of its memory.
-    q_rows = in_registers(q_rows, BW == 32 and q_rows.shape[0] >= 64)
     place = tl.arange(0, q_rows.shape[1])
     blocks = ()
     for b in tl.static_range(BLOCKS):

@@ -106,6 +106,11 @@ def attend(
     if coded and (rope or form.SPARSE):  # all channels of a group are in registers: at most two programs fit
         positions = min(config.R, tile_tokens(format, q.dtype))
         config = config.replace(R=positions, num_stages=1, maxnreg=None, programs=min(2, config.programs))
+    narrowest = min(padded_head(format.head_size) // (2 if rope else 1), form.K_BLOCK, form.V_BLOCK, config.R)
+    if coded and narrowest < 64 and (rope or not few) and launch.architecture(q.device) == 90:
+        # Products of 64 rows (BQ, with RoPE also R) would be wgmma. ptxas 12.8 (Triton 3.6 and 3.7) can make wrong
+        # descriptors of tiles whose rows have fewer than 64 numbers of 16 bits: `unset_registers` in tools/ahead.py.
+        config = config.replace(BQ=min(config.BQ, 32), R=min(config.R, 32))
     slots, programs = tokens // config.BQ + batch, heads // together
     filled = min(slots, batch * cdiv(tokens, batch * config.BQ))
     seen = min(longest, scoring.window + config.BQ) if scoring.window else longest
