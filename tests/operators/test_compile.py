@@ -28,7 +28,6 @@ SPILLED = {
             "bsa_choose_fwd_kernel": 8,
             "catalogue_loss_fwd_kernel": 760,
             "flash_attention_bwd_dkv_kernel": 8,
-            "flash_attention_bwd_dq_kernel": 16,
         },
         90: {
             "bsa_query_bwd_dq_kernel": 680,
@@ -45,8 +44,8 @@ SPILLED = {
             "htree_attend_bwd_kernel": 424,
             "index_scores_bwd_kernel": 8,
             "lightning_indexer_refill_kernel": 48,
+            "paged_attention_fwd_kernel": 472,
             "query_gates_fwd_kernel": 328,
-            "rotary_kernel": 56,
         },
         100: {
             "flash_attention_fwd_kernel": 368,

@@ -55,18 +55,18 @@ def check(device, *, lengths, longer, size, dtype, more, strided, seed, targets=
 def launches():
     from hstu_sparse.layer.embed_inputs import embed_inputs_operator as operator
 
-    def case(size, dtype, more, dropout, targets=False, result=None):
+    def case(size, dtype, more, dropout, targets=False, result=None, local_bytes=0):
         def call():
             x = inputs((40, 56), 100, size, dtype=dtype, more=more, targets=targets)
             arguments = (*x.values(), torch.zeros(1, dtype=torch.int64) if dropout else None, 2.0, dropout, result)
             operator.backward(operator.forward(*arguments), *arguments)
 
-        return Launches(f"{dtype} E={size} more={more} dropout={dropout} targets={targets}", call)
+        return Launches(f"{dtype} E={size} more={more} dropout={dropout} targets={targets}", call, local_bytes)
 
     return [
         case(256, torch.float32, False, 0.5),
         case(50, torch.float32, True, 0.5),
-        case(64, torch.float32, False, 0.5, targets=True),
+        case(64, torch.float32, False, 0.5, targets=True, local_bytes=16),
         case(128, torch.bfloat16, False, 0.0),
         case(256, torch.float32, False, 0.5, result=torch.bfloat16),
     ]
