@@ -113,10 +113,12 @@ def test_vectors_of_items_without_a_training_event_change_no_training_loss(loss,
         assert actual == expected
         weights = dict(after.named_parameters())
         for name, weight in before.named_parameters():
-            per_item = name.endswith((".correction", "item.weight"))
-            rows = [one.trained if per_item else slice(None) for one in (known, known_before)]
-            if "brand" not in name:  # its table has a row for a value that only new items have
-                assert torch.equal(weights[name][rows[0]], weight[rows[1]]), name
+            if name.endswith((".correction", "item.weight")):
+                # SIMD instructions may round differently, and a row's place decides whether Adam uses them.
+                rows = weights[name][known.trained], weight[known_before.trained]
+                torch.testing.assert_close(*rows, rtol=1e-6, atol=1e-8)
+            elif "brand" not in name:  # its table has a row for a value that only new items have
+                assert torch.equal(weights[name], weight), name
         (vectors,) = after.embedding.items.vectors
         assert not vectors.correction[~known.trained].any() and vectors.correction[known.trained].any()
 
