@@ -34,8 +34,12 @@ KINDS = {
     "dense": {},
     "softmax": {"model": {"attention": {"kind": "softmax", "position_bias": True, "time_bias": True}}},
     "transformer": {"model": {"attention": {"kind": "softmax"}, "block": "transformer", "feed_forward_dim": 16}},
-    "repeats": {"model": {"head": {"kind": "dot", "repeats": 4}}, "eval": {"filter_seen": "none"}},
-    "window and rotary": {"model": {"attention": {"window_size": 3}, "rotary": {}}},
+    "repeats": {
+        "model": {"head": {"kind": "dot", "repeats": 4}},
+        "loss": {"kind": "cross_entropy"},
+        "eval": {"filter_seen": "none"},
+    },
+    "window and rotary": {"model": {"attention": {"window_size": 3}, "rotary": {"position": True}}},
 }
 
 
