@@ -167,7 +167,7 @@ def test_against_reference(case):
 @pytest.mark.parametrize("seed", range(6))
 def test_random_shapes(seed):
     generator = random.Random(seed)
-    case = flash.draw(generator, False) | dict(alibi=None, dropout=0.0)
+    case = flash.draw(generator, False) | dict(alibi=None, dropout=0.0, mask=None)
     # Few sizes: each is compiled anew.
     case["size"] = case["value_size"] = generator.choice([64, 128])
     case["dtype"] = generator.choice(["bfloat16", "float16"])
