@@ -57,6 +57,24 @@ def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, simple: bool
 
 
 @configuration
+def coded_tile(
+    config: LaunchConfig, format: PageFormat, form: Form, dtype: torch.dtype, rope: bool, architecture: int
+) -> LaunchConfig:
+    """Return `config` with tiles that suit pages of codes. rope: whether keys are rotated after they are decoded."""
+    if rope or form.SPARSE:  # all channels of a group are in registers: at most two programs fit
+        positions = min(config.R, tile_tokens(format, dtype))
+        config = config.replace(R=positions, num_stages=1, maxnreg=None, programs=min(2, config.programs))
+    narrowest = min(padded_head(format.head_size) // (2 if rope else 1), form.K_BLOCK, form.V_BLOCK, config.R)
+    if narrowest < 64 and architecture == 90:
+        # Products of 64 rows (BQ, with RoPE also R) would be wgmma. ptxas 12.8 (Triton 3.6 and 3.7) can make wrong
+        # descriptors of tiles whose rows have fewer than 64 numbers of 16 bits: `unset_registers` in tools/ahead.py.
+        # Pruned keys and wider heads would spill with more positions.
+        most = 32 if rope or form.SPARSE or max(format.head_size, format.value_size) > 64 else config.R
+        config = config.replace(BQ=min(config.BQ, 32), R=min(config.R, most))
+    return config
+
+
+@configuration
 def num_splits(programs: int, tiles: int, at_once: int, device: torch.device) -> int:
     """Return the number of parts into which pages are divided so that all multiprocessors have work.
 
@@ -103,14 +121,8 @@ def attend(
     few = config.BQ == 16
     together = form.G if few else 1
     config = config.replace(BQ=max(16 // together, config.BQ // together))
-    if coded and (rope or form.SPARSE):  # all channels of a group are in registers: at most two programs fit
-        positions = min(config.R, tile_tokens(format, q.dtype))
-        config = config.replace(R=positions, num_stages=1, maxnreg=None, programs=min(2, config.programs))
-    narrowest = min(padded_head(format.head_size) // (2 if rope else 1), form.K_BLOCK, form.V_BLOCK, config.R)
-    if coded and narrowest < 64 and (rope or not few) and launch.architecture(q.device) == 90:
-        # Products of 64 rows (BQ, with RoPE also R) would be wgmma. ptxas 12.8 (Triton 3.6 and 3.7) can make wrong
-        # descriptors of tiles whose rows have fewer than 64 numbers of 16 bits: `unset_registers` in tools/ahead.py.
-        config = config.replace(BQ=min(config.BQ, 32), R=min(config.R, 32))
+    if coded:
+        config = coded_tile(config, format, form, q.dtype, rope, launch.architecture(q.device))
     slots, programs = tokens // config.BQ + batch, heads // together
     filled = min(slots, batch * cdiv(tokens, batch * config.BQ))
     seen = min(longest, scoring.window + config.BQ) if scoring.window else longest
