@@ -136,35 +136,36 @@ def rows_looked_up(setting: Setting, tokens: int, items: int) -> float:
 
 
 def measured_exchange(path: Path) -> tuple[float, float]:
-    """Return (seconds of an exchange of no bytes, bytes a second), fitted to cases on one rank and on two.
+    """Return (seconds of an exchange of no bytes, bytes a second), fitted to cases on one rank and on several.
 
-    The time of an exchange is that of a step on two ranks minus that on one, plus the optimiser's time for the half of
-    the table that the other rank has. It is assumed to be linear in the bytes that a rank receives. It includes
+    The time of an exchange is that of a step on several ranks minus that on one, plus the optimiser's time for the part
+    of the table that the other ranks have. It is assumed to be linear in the bytes that a rank receives. It includes
     torchrec's work for the exchange and the time for which the host waits.
     """
     from benchmarks.scale import CASES  # imports torch, which the tables do not need
+    from benchmarks.scale_tables import records
     from training.config import load_config
     from training.ranks.sharding import distinct, num_looked_up
 
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    steps = {(line["case"], line["ranks"]): line for line in lines if line.get("how") == "shared" and "queued" in line}
+    measured = records(path)
     sizes, times = [], []
-    for case in ("large", "long", "fused"):
-        if (case, 1) not in steps or (case, 2) not in steps:
+    for (case, how, ranks), several in measured.items():
+        one = measured.get((case, how, 1))
+        if case not in ("large", "long", "fused") or ranks == 1 or one is None:
             continue
-        one, two = steps[case, 1], steps[case, 2]
-        config, items = load_config(CASES[case].config, two["overrides"]), two["items"]
+        config, items, others = load_config(CASES[case].config, several["overrides"]), several["items"], 1 - 1 / ranks
         row = 4 * config.model.embedding_dim
-        # Half of the rows come from the other rank; as many gradients do.
-        sizes.append(distinct(items, num_looked_up(config, int(two["tokens"] / 2), 2)) * row)
-        copy = COPY * (H100_OF_H200 if "H100" in two["device"] else 1)
-        spared = 0 if config.parallel.fused else 9 * items * row / 2 / copy
-        times.append((two["queued"] - one["queued"]) / 1e3 + spared)
+        # Rows arrive from the other ranks, then gradients of this rank's rows.
+        received = distinct(items, num_looked_up(config, int(several["tokens"] / ranks), ranks))
+        sizes.append(2 * others * received * row)
+        copy = COPY * (H100_OF_H200 if "H100" in several["device"] else 1)
+        spared = 0 if config.parallel.fused else 9 * items * row * others / copy
+        times.append((several["queued"] - one["queued"]) / 1e3 + spared)
     if len(sizes) < 2:
-        raise SystemExit(f"{path}: needs two of the cases large, long and fused on one rank (--shared) and on two")
+        raise SystemExit(f"{path}: needs two of the cases large, long and fused, each on one rank and on several")
     slope, seconds = statistics.linear_regression(sizes, times)
     if slope <= 0 or seconds < 0:
-        raise SystemExit(f"{path}: the time does not grow with the bytes: {sizes}, {times}")
+        raise SystemExit(f"{path}: no wait and bandwidth fit these bytes and seconds: {sizes}, {times}")
     return seconds, 1 / slope
 
 

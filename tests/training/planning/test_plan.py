@@ -244,18 +244,19 @@ def test_weak_scaling_is_computed_from_tokens_per_gpu(tmp_path):
     assert row == ["large", "shared", "10", "108", "4.00", "", "5.00", "2", "6.00", "90.0%", "1.0000"]
 
 
-def test_the_exchange_is_fitted_to_measurements(tmp_path):
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_exchange_is_fitted_to_measurements(tmp_path, ranks):
     path, gigabytes = tmp_path / "scale.jsonl", {"large": 1.7716e6 * 200 / 1e9, "fused": 1.9125e6 * 512 / 1e9}
-    lines = []
+    lines, others = [], (ranks - 1) / ranks
     for case, items in (("large", 10**7), ("fused", 5 * 10**7)):
-        # Half of the rows are received, and as many gradients are sent: in 3 ms plus 1 ms for each 0.1 GB.
-        exchange = 3 + 10 * gigabytes[case]
-        # The other rank updates half of the table; a fused optimiser takes no time.
-        spared = 1e3 * 9 * 5e6 * 200 / scaling.COPY if case == "large" else 0
-        overrides = [*scale_tables.CASES[case].overrides, *scale_tables.CASES[case].shared, "parallel.data=2"]
+        # Rows of other ranks are received, and as many gradients are sent: in 3 ms plus 1 ms for each 0.1 GB.
+        exchange = 3 + 10 * 2 * others * gigabytes[case]
+        # The other ranks update their parts of the table; a fused optimiser takes no time.
+        spared = 1e3 * 9 * others * 1e7 * 200 / scaling.COPY if case == "large" else 0
+        overrides = [*scale_tables.CASES[case].overrides, *scale_tables.CASES[case].shared, f"parallel.data={ranks}"]
         record = {"case": case, "how": "shared", "items": items, "device": "NVIDIA H200", "overrides": overrides}
         lines.append(record | {"ranks": 1, "queued": 30.0, "tokens": 15_000.0})
-        lines.append(record | {"ranks": 2, "queued": 30.0 + exchange - spared, "tokens": 30_000.0})
+        lines.append(record | {"ranks": ranks, "queued": 30.0 + exchange - spared, "tokens": 15_000.0 * ranks})
     path.write_text("\n".join(map(json.dumps, lines)))
     assert scaling.measured_exchange(path) == pytest.approx((3e-3, 100e9), rel=1e-3)
     slower, default = (
