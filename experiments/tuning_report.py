@@ -5,6 +5,7 @@ import io
 import json
 from typing import Any
 
+import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 from rich import box
@@ -68,7 +69,7 @@ def on_validation(config: RunConfig) -> tuple[int, dict[str, float]]:
         return 0, {}
     results = data.task.baselines(data.dataset, data.splits, "valid", data.eval_batches("valid"))
     values = {name: result["metrics"].get(data.config.best_metric) for name, result in results.items()}
-    return len(data.splits.valid), {name: value for name, value in values.items() if value is not None}
+    return len(np.unique(data.splits.valid.users)), {name: value for name, value in values.items() if value is not None}
 
 
 def baselines_line(tuning: Search, baselines: dict[str, float]) -> str:

@@ -61,12 +61,15 @@ def train_epoch(run: TrainingRun, bar: Bar) -> None:
     config, progress = run.config, run.progress
     run.model.train()
     began, before, lr = time.monotonic(), progress.events, 0.0
+    served = config.task.served()
+    tokens_per_event = 1 if served is None else served.tokens_per_event
     for batch in run.batches.epoch(progress.epoch, start=progress.batch):
         lr = set_lr(config, run.optimizer, progress.step, run.steps)
         run.means.add(run.step(replace(batch, phase=run.phase)))
         progress.step += 1
         progress.batch += 1
-        progress.events += batch.num_tokens if batch.whole is None else batch.whole.tokens
+        tokens = batch.num_tokens if batch.whole is None else batch.whole.tokens
+        progress.events += tokens // tokens_per_event
         show(run, bar, (progress.events - before) / (time.monotonic() - began))
         run.checkpoints.poll()
         due, signal = run.agree()

@@ -7,7 +7,9 @@ from optuna.trial import TrialState
 
 from cli.terminal import terminal
 from experiments.runs import Job, ProgressLines, progress_of
-from experiments.tuning_report import baselines_line, chance_lines
+from experiments.tuning_report import baselines_line, chance_lines, on_validation
+from training.config import load_config
+from training.run import open_data
 
 
 def test_progress_is_the_last_line_of_the_log(tmp_path, monkeypatch, capsys):
@@ -50,3 +52,12 @@ def test_a_metric_without_a_bound_has_no_gain_by_chance():
 def test_the_best_baseline_comes_first(less_is_better, line):
     search = SimpleNamespace(metric="HR@10", less_is_better=less_is_better)
     assert line in baselines_line(search, {"popularity": 0.1, "again": 0.2})
+
+
+def test_users_with_several_targets_count_once():
+    sizes = "data.synthetic={num_users: 40, num_items: 60, min_length: 8, mean_length: 9, max_length: 12}"
+    words = [sizes, "data.protocol=temporal", "data.targets=all", "data.valid_fraction=0.4", "device=cpu"]
+    config = load_config("configs/synthetic-hstu.yaml", words)
+    valid = open_data(config).splits.valid
+    users, _ = on_validation(config)
+    assert users == len(set(valid.users.tolist())) < len(valid)

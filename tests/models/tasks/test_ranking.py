@@ -21,6 +21,8 @@ from models.tasks.build import build_task
 from models.tasks.ranking import ActionHeads
 from training.config import RunConfig, load_config
 from training.folder import read_judged
+from training.loop import train as train_run
+from training.run import open_data
 
 SYNTHETIC = {"num_users": 60, "num_items": 30, "num_clusters": 4, "mean_length": 24, "max_length": 40, "actions": True}
 CONFIG = {
@@ -238,6 +240,14 @@ def test_flags_and_texts_are_found_by_name():
         task={"kind": "ranking", "actions": [{"name": "buy"}]},
     )
     assert build_task(csv).label_table(texts).tolist() == [[0], [0], [1], [0], [0]]
+
+
+def test_events_of_two_tokens_count_once(tmp_path):
+    config = configured(model=CONFIG["model"] | {"max_seq_len": 80})
+    data = open_data(config)
+    events = (data.splits.train_end - data.dataset.user_offsets[:-1]).sum()
+    result = json.loads((train_run(config, tmp_path / "run", None) / "result.json").read_text())
+    assert result["events_per_second"] * result["seconds"] == pytest.approx(config.train.epochs * events)
 
 
 def test_a_run_from_yaml_to_report(tmp_path, capsys):
