@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from hstu_sparse.bsa import bsa_attention
 from hstu_sparse.cache.rotatekv.api import rotatekv_decompress, unpacked_attention
 from hstu_sparse.core.jagged import check_storage, jagged_to_padded
-from hstu_sparse.core.validation import check_bool, check_dropout, check_int, check_number, check_tensor
+from hstu_sparse.core.validation import check_bool, check_fraction, check_int, check_number, check_tensor
 from hstu_sparse.indexer.api import padded_indexer_loss
 from hstu_sparse.layer.norm_gate import norm_gate
 from hstu_sparse.ring.api import ring_flash_attention
@@ -195,7 +195,7 @@ def _unpacked(name: str, packed: Tensor, parts: int, dims: int) -> tuple[Tensor,
     check_storage(name, packed)
     if packed.dim() != dims or packed.shape[-3] != parts:
         shape = ["B, N", "T"][dims == 4]
-        raise ValueError(f"{name} must be [{shape}, {parts}, H, D], got shape {list(packed.shape)}")
+        raise ValueError(f"{name} must be [{shape}, {parts}, heads, D], got shape {list(packed.shape)}")
     return packed.unbind(-3)
 
 
@@ -314,7 +314,7 @@ class TritonHSTUBSAAttention(nn.Module):
         check_int("window_size", window_size, 0)
         self.num_heads, self.attention_dim, self.linear_hidden_dim = num_heads, attention_dim, linear_hidden_dim
         self.block_counts, self.block_size, self.window_size = block_counts, block_size, window_size
-        self.dropout = check_dropout(dropout)
+        self.dropout = check_fraction("dropout", dropout)
         self.norm = nn.LayerNorm(embedding_dim, eps=NORM_EPS)
         self.sizes = [num_heads * n for n in (linear_hidden_dim, linear_hidden_dim, attention_dim, attention_dim)]
         self.uvqk = nn.Parameter(torch.empty(embedding_dim, sum(self.sizes)).normal_(std=0.02))

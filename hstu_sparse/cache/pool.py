@@ -8,7 +8,7 @@ longer or shorter row. `table` copies the rows of a batch to the device.
 
 from array import array
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -152,7 +152,7 @@ class PagePool:
         return len(self._sinks.free) if self.format.sink_tokens else self.free_pages
 
     def enlarge(self, num_pages: int) -> None:
-        """Enlarge the pool to num_pages pages. Copies every tensor; rows stay valid."""
+        """Enlarge the pool to num_pages pages. Copies the tensors of pages; rows stay valid."""
         more = num_pages - self.num_pages
         check_int("num_pages", num_pages, self.num_pages, 2**31 - 1)
         for tensors in self.tensors:
@@ -249,7 +249,8 @@ class PagePool:
 
         Args:
             layer: 0 to layers - 1.
-            k: [T, H, D], v: [T, H, V], fp32, bf16 or fp16, which may differ from the format's dtype; any strides.
+            k: [T, H, D], v: [T, H, V], fp32, bf16 or fp16 (the reference also fp64), any strides. Their dtype
+                may differ from the format's.
             offsets: [B+1], int32 or int64, from 0 to T: the new tokens of each sequence, possibly none.
             pages: [B, P] int32, the result of `table`. A sequence must not occur twice. Tokens for a page of -1 are
                 dropped (a row of -1 pads the batch).
@@ -257,9 +258,9 @@ class PagePool:
             backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
         Raises:
-            TypeError, ValueError: with the expected and the actual value. On a CPU, numbers beyond the range of fp16 in
-                fp16 pages, or in scales and zeros of codes, raise ValueError. On a GPU they become infinite in fp16
-                pages and are clamped in codes.
+            TypeError, ValueError: with the expected and the actual value. The reference raises ValueError for numbers
+                beyond the range of fp16 in fp16 pages, on a CPU also in scales and zeros of codes. The kernels write
+                infinity to fp16 pages, and clamp scales and zeros.
         """
         f, sizes = self.format, {"H": self.format.heads, "D": self.format.head_size, "V": self.format.value_size}
         check_int("layer", layer, 0, self.layers - 1)
@@ -319,8 +320,8 @@ class PagePool:
         self.check_table(pages, lengths)
         return all_tokens(lengths)
 
-    def _check_new(self, offsets: Tensor, pages: Tensor, lengths: Tensor, **tensors: Tensor) -> None:
-        check_jagged(offsets, max(1, *(len(x) for x in tensors.values())), **tensors)
+    def _check_new(self, offsets: Tensor, pages: Tensor, lengths: Tensor, **tensors: Any) -> None:
+        check_jagged(offsets, max(1, *(len(x) for x in tensors.values())), name="offsets", **tensors)
         self.check_table(pages, lengths, offsets)
 
     def check_table(self, pages: Tensor, lengths: Tensor, offsets: Tensor | None = None) -> None:
@@ -337,8 +338,8 @@ class PagePool:
         if not readable(lengths) or not sizes["B"]:
             return
         # numpy, whose calls take a fifth of torch's time: serving calls this for every layer of a request.
-        cached, numbers = lengths.numpy(), pages.numpy()
-        whole = cached if offsets is None else cached + np.diff(offsets.numpy())
+        cached, numbers = lengths.cpu().numpy(), pages.cpu().numpy()
+        whole = cached if offsets is None else cached + np.diff(offsets.cpu().numpy())
         if int(cached.min()) < 0:
             raise ValueError(f"lengths must be at least 0, got {int(cached.min())}")
         sinks = int(self.format.sink_tokens > 0)

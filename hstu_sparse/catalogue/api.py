@@ -11,6 +11,7 @@ from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import (
     INTEGER,
     check_bool,
+    check_fraction,
     check_int,
     check_kernel,
     check_number,
@@ -64,8 +65,8 @@ def catalogue_loss(
         temperature: a number above 0, or a floating point tensor without dimensions, which gets a gradient.
         normalize: divide outputs and items by their norms.
         negatives: [K] for all tokens, [T, K], or with `block` [ceil(T / block), K], int32 or int64, below I. Negatives
-            below 0 are ignored. For [T, K] no tensor [T, K, E] is allocated: kernels gather rows, or, for I up to
-            K * E / 2.5 (fp32: / 4), multiply with all items, some thousand tokens at a time.
+            below 0 are ignored. For [T, K] no tensor [T, K, E] is allocated: kernels gather rows; for I up to
+            K * E / 2.5 (fp32: / 4) backward multiplies with all items, some thousand tokens at a time.
         log_q: [I], the logarithm of the probability with which each item is drawn as a negative. Not differentiable.
         block: the number of consecutive tokens that share a row of `negatives`: 1, or a multiple of 128. In Triton
             a multiple of 128 takes little longer than negatives [K].
@@ -118,7 +119,7 @@ def catalogue_loss(
     else:
         temperature = check_number("temperature", temperature, above=0.0)
     check_bool("normalize", normalize)
-    label_smoothing = check_number("label_smoothing", label_smoothing, above=-1e-30, below=1.0)
+    label_smoothing = check_fraction("label_smoothing", label_smoothing)
     if reduction not in ("mean", "none"):
         raise ValueError(f"reduction must be 'mean' or 'none', got {reduction!r}")
     if weights is not None:

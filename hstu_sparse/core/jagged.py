@@ -68,7 +68,14 @@ def format_number(value: float) -> str:
     return str(value)
 
 
-def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.Tensor | None) -> None:
+def check_jagged(
+    seq_offsets: torch.Tensor,
+    max_seq_len: int,
+    *,
+    name: str = "seq_offsets",
+    limit: str = "max_seq_len",
+    **tensors: torch.Tensor | None,
+) -> None:
     """Validate jagged tensors that share `seq_offsets`.
 
     The function checks types, shapes, dtypes and devices, and the values of `readable` offsets: they must begin at 0,
@@ -81,6 +88,7 @@ def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.T
     Args:
         seq_offsets: [B+1], int32 or int64.
         max_seq_len: N, at least 1.
+        name, limit: what errors call `seq_offsets` and `max_seq_len`.
         tensors: name -> [T, ...], all on the device of `seq_offsets` and with the same T. None is skipped.
 
     Raises:
@@ -88,47 +96,53 @@ def check_jagged(seq_offsets: torch.Tensor, max_seq_len: int, **tensors: torch.T
         ValueError: wrong shape, device or value.
     """
     if not isinstance(seq_offsets, torch.Tensor):
-        raise TypeError(f"seq_offsets must be a tensor, got {type(seq_offsets).__name__}")
-    check_storage("seq_offsets", seq_offsets)
+        raise TypeError(f"{name} must be a tensor, got {type(seq_offsets).__name__}")
+    check_storage(name, seq_offsets)
     if seq_offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"seq_offsets must be int32 or int64, got {seq_offsets.dtype}")
+        raise TypeError(f"{name} must be int32 or int64, got {seq_offsets.dtype}")
     if seq_offsets.dim() != 1 or seq_offsets.shape[0] < 1:
-        raise ValueError(f"seq_offsets must be [B+1], got shape {list(seq_offsets.shape)}")
+        raise ValueError(f"{name} must be [B+1], got shape {list(seq_offsets.shape)}")
     if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, (int, torch.SymInt)):
-        raise TypeError(f"max_seq_len must be an int, got {type(max_seq_len).__name__}")
+        raise TypeError(f"{limit} must be an int, got {type(max_seq_len).__name__}")
     if not 1 <= max_seq_len <= LARGEST:
         bound = "at least 1" if max_seq_len < 1 else f"at most {LARGEST}"
-        raise ValueError(f"max_seq_len must be {bound}, got {format_number(max_seq_len)}")
+        raise ValueError(f"{limit} must be {bound}, got {format_number(max_seq_len)}")
     first, total = None, None
-    for name, tensor in tensors.items():
+    for key, tensor in tensors.items():
         if tensor is None:
             continue
         if tensor.device != seq_offsets.device:
-            raise ValueError(f"{name} is on {tensor.device}, seq_offsets on {seq_offsets.device}")
+            raise ValueError(f"{key} is on {tensor.device}, {name} on {seq_offsets.device}")
         if total is None:
-            first, total = name, tensor.shape[0]
+            first, total = key, tensor.shape[0]
         elif tensor.shape[0] != total:
-            raise ValueError(f"{name} must have T={total} tokens, as {first}, got {tensor.shape[0]}")
+            raise ValueError(f"{key} must have T={total} tokens, as {first}, got {tensor.shape[0]}")
     if readable(seq_offsets):
-        check_offset_values(seq_offsets, max_seq_len, total)
+        check_offset_values(seq_offsets, max_seq_len, total, name, limit)
     if DEBUG and readable(seq_offsets):
-        for name, tensor in tensors.items():
+        for key, tensor in tensors.items():
             if tensor is not None and tensor.is_floating_point():
-                check_finite(name, tensor)
+                check_finite(key, tensor)
 
 
-def check_offset_values(seq_offsets: torch.Tensor, max_seq_len: int, total: int | None) -> None:
+def check_offset_values(
+    seq_offsets: torch.Tensor,
+    max_seq_len: int,
+    total: int | None,
+    name: str = "seq_offsets",
+    limit: str = "max_seq_len",
+) -> None:
     """Raise ValueError for wrong values of offsets; see `check_jagged`. total: T, or None if any is valid."""
     values = seq_offsets.tolist()
     if values[0] != 0:
-        raise ValueError(f"seq_offsets must begin at 0, got {values[0]}")
+        raise ValueError(f"{name} must begin at 0, got {values[0]}")
     if total is not None and values[-1] != total:
-        raise ValueError(f"seq_offsets must end at T={total}, got {values[-1]}")
+        raise ValueError(f"{name} must end at T={total}, got {values[-1]}")
     for b, (begin, end) in enumerate(itertools.pairwise(values)):
         if end < begin:
-            raise ValueError(f"seq_offsets must not decrease: sequence {b} goes from {begin} to {end}")
+            raise ValueError(f"{name} must not decrease: sequence {b} goes from {begin} to {end}")
         if end - begin > max_seq_len:
-            raise ValueError(f"sequence {b} has {end - begin} tokens, more than max_seq_len={max_seq_len}")
+            raise ValueError(f"sequence {b} has {end - begin} tokens, more than {limit}={max_seq_len}")
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:

@@ -173,12 +173,12 @@ def check_plan(plan: object, kind: type, purpose: NamedTuple) -> None:
         raise ValueError(f"plan was made for {planned}, this call needs a plan for {needed}")
 
 
-def check_dropout(dropout: float) -> float:
-    """Check that the dropout probability is at least 0 and less than 1; return it as a float."""
-    dropout = check_number("dropout", dropout)
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
-    return dropout
+def check_fraction(name: str, value: float) -> float:
+    """Check that `value` is at least 0 and less than 1; return it as a float."""
+    value = check_number(name, value)
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} must be at least 0 and less than 1, got {value}")
+    return value
 
 
 def check_seed(seed: torch.Tensor | None, device: torch.device) -> None:

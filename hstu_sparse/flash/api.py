@@ -89,7 +89,7 @@ def flash_attention(
     if k_offsets is None:
         k_offsets = seq_offsets
     else:
-        check_jagged(k_offsets, 2**31 - 1, k=k, v=v)
+        check_jagged(k_offsets, 2**31 - 1, name="k_offsets", k=k, v=v)
         if k_offsets.shape != seq_offsets.shape:
             raise ValueError(f"k_offsets must be {list(seq_offsets.shape)} as seq_offsets, got {list(k_offsets.shape)}")
         starts = (k_offsets.diff() - seq_offsets.diff()).to(torch.int32)
@@ -147,7 +147,7 @@ def check_options(q, num_seqs: int, scale, causal, window_size, alibi_slopes, dr
         if alibi_slopes.device != q.device:
             raise ValueError(f"alibi_slopes is on {alibi_slopes.device}, q on {q.device}")
         alibi_slopes = alibi_slopes.detach().contiguous()
-    dropout = validation.check_dropout(dropout)
+    dropout = validation.check_fraction("dropout", dropout)
     if not dropout:
         seed = None
     elif seed is None:

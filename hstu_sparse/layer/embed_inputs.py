@@ -1,6 +1,6 @@
 """Compute the input of a model: embeddings of tokens plus embeddings of positions, with dropout.
 
-Letters: T tokens of the batch, B sequences, N max_seq_len, E embedding size.
+Letters: T tokens of the batch, B sequences, N positions, E embedding size.
 
 Forward, and gradients of tokens: a program has a tile of consecutive tokens of a sequence (`locate`). Gradient of
 positions: a program has a tile of positions and sums over every n-th sequence; if there are many sequences, several
@@ -86,9 +86,9 @@ def embed_inputs(
     if more is not None:
         check_tensor("more", more, "T E", sizes, device=rows.device)
     check_not_empty(sizes, "E", "N")
-    check_jagged(seq_offsets, sizes["N"], rows=rows)
+    check_jagged(seq_offsets, sizes["N"], limit="the rows of position", rows=rows)
     validation.check_targets(num_targets, seq_offsets)
-    scale, dropout = check_number("scale", scale), validation.check_dropout(dropout)
+    scale, dropout = check_number("scale", scale), validation.check_fraction("dropout", dropout)
     check_dtype(dtype)
     if backend == "reference":
         return embed_inputs_reference(

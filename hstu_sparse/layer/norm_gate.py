@@ -69,7 +69,7 @@ def norm_gate(
     """
     eps, backend, sizes = check_input(x, eps, backend, "norm_gate")
     check_tensor("u", u, "T C", sizes, device=x.device)
-    dropout = validation.check_dropout(dropout)
+    dropout = validation.check_fraction("dropout", dropout)
     if backend == "reference":
         return norm_gate_reference(x, u, eps=eps, dropout=dropout)
     check_sizes(x=x, u=u)

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from hstu_sparse.core.jagged import check_jagged
+from hstu_sparse.core.jagged import check_jagged, check_storage
 from hstu_sparse.core.precision import without_autocast
 from hstu_sparse.core.validation import check_bool, check_heads
 from hstu_sparse.flash.api import check_options, choose_flash_backend, flash_attention
@@ -74,7 +74,7 @@ def ring_flash_attention(
 
     Raises:
         TypeError, ValueError: with the expected and the actual value; on every rank if ranks disagree.
-        RuntimeError: a rank does not respond within the group's timeout; the message names it.
+        RuntimeError: a rank does not respond within the group's timeout; the message names it, or both neighbours.
 
     Source: Liu et al., Ring Attention (arXiv 2310.01889); zigzag: the ring-flash-attention project.
     """
@@ -99,6 +99,7 @@ def ring_flash_attention(
     numbers = [options.scale, options.left, options.right, options.dropout, alibi_slopes is not None, zigzag]
     ring.check_agreement(name, {**shapes, "dtype": str(q.dtype), "options": numbers, "backend": chosen})
     if plan is None:
+        check_storage("seq_offsets", seq_offsets, values=True)
         plan = ring_plan(seq_offsets, zigzag=zigzag, group=group)
     elif plan.tokens[plan.rank] != q.shape[0]:
         raise ValueError(f"plan is for T={plan.tokens[plan.rank]}, got T={q.shape[0]}")

@@ -11,7 +11,7 @@ import torch
 
 from hstu_sparse.bias.relative import RelativeBias, check_bias
 from hstu_sparse.core import validation
-from hstu_sparse.core.jagged import readable
+from hstu_sparse.core.jagged import check_storage, readable
 from hstu_sparse.core.launch import on_device
 from hstu_sparse.core.precision import widened, without_autocast, working_dtype
 from hstu_sparse.core.registration import no_second_derivative
@@ -49,7 +49,7 @@ def ring_hstu_attention(
         q, k: [T, H, D], the tokens of this rank, fp16, bf16 or fp32 (the reference also fp64).
         v: [T, H, V], dtype of q.
         positions: [T] int32 or int64, the positions of the tokens in their whole sequences, from 0 to N - 1.
-            Neighbouring positions should be adjacent in memory: tiles in which no query attends to a key are skipped.
+            For speed, store neighbours next to each other: tiles in which no query attends to a key are skipped.
         max_seq_len: N, at least the length of the longest whole sequence.
         seq_offsets: [B+1] integers, from 0 to T: this rank's parts of B sequences; one sequence by default.
         scale: factor of the scores, D ** -0.5 by default.
@@ -73,7 +73,7 @@ def ring_hstu_attention(
 
     Raises:
         TypeError, ValueError: with the expected and the actual value; on every rank if ranks disagree.
-        RuntimeError: a rank does not respond; the message names it.
+        RuntimeError: a rank does not respond; the message names it, or both neighbours of this rank.
 
     Source: Zhai et al., ICML 2024, section 3.2 (arXiv 2402.17152); Liu et al., Ring Attention (arXiv 2310.01889).
     """
@@ -98,6 +98,7 @@ def ring_hstu_attention(
     tables = [None if x is None else len(x) for x in bias[:2]]
     ring.check_agreement(name, {**shapes, "options": [max_seq_len, scale, normalizer, window_size], "bias": tables})
     if plan is None:
+        check_storage("seq_offsets", seq_offsets, values=True)
         plan = ring_plan(seq_offsets, group=group)
     elif plan.tokens[plan.rank] != q.shape[0]:
         raise ValueError(f"plan is for T={plan.tokens[plan.rank]}, got T={q.shape[0]}")

@@ -193,9 +193,9 @@ def ring_plan(cu_seqlens: torch.Tensor, *, zigzag: bool = False, group=None) -> 
     Raises:
         ValueError: the offsets of a rank are wrong; the message, on every rank, names it.
     """
-    check_jagged(cu_seqlens, MAX_LENGTH)
+    check_jagged(cu_seqlens, MAX_LENGTH, name="cu_seqlens")
     check_bool("zigzag", zigzag)
-    check_storage("seq_offsets", cu_seqlens, values=True)
+    check_storage("cu_seqlens", cu_seqlens, values=True)
     ring = Ring(group)
     local_offsets = cu_seqlens.tolist()
     all_ranks = ring.check_agreement(

@@ -200,7 +200,8 @@ def test_result_is_fp32_for_16_bit_inputs(inputs):
             ValueError,
             "temperature must be a number, or a floating point tensor without",
         ),
-        ({"label_smoothing": 1.0}, ValueError, "label_smoothing must be a finite number"),
+        ({"label_smoothing": 1.0}, ValueError, "label_smoothing must be at least 0 and less than 1, got 1.0"),
+        ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be at least 0 and less than 1, got -0.1"),
         (
             {"label_smoothing": 0.1, "negatives": torch.zeros(2).long()},
             ValueError,
@@ -291,7 +292,7 @@ CASES = {
 }
 
 
-# Cases whose options others have, in the same kernels.
+# Cases that are marked slow: other cases have their options, in the same kernels.
 COMBINED = ("whole catalogue", "a learned temperature", "negatives of blocks, no normalisation")
 
 

@@ -44,7 +44,7 @@ def test_reference():
         ({"rows": torch.zeros(5)}, ValueError, r"rows must be \[T, E\], got shape \[5\]"),
         ({"position": torch.zeros(4, 2)}, ValueError, r"position must be \[N, E=3\], got shape \[4, 2\]"),
         ({"more": torch.zeros(4, 3)}, ValueError, r"more must be \[T=5, E=3\], got shape \[4, 3\]"),
-        ({"position": torch.zeros(2, 3)}, ValueError, "more than max_seq_len=2"),
+        ({"position": torch.zeros(2, 3)}, ValueError, "more than the rows of position=2"),
         ({"seq_offsets": torch.tensor([0, 4])}, ValueError, "seq_offsets must end at T=5, got 4"),
         ({"num_targets": torch.tensor([0, 4])}, ValueError, "num_targets of sequence 1 must be from 0 to its length 3"),
         ({"scale": float("nan")}, ValueError, "scale must be a finite number"),

@@ -133,3 +133,19 @@ def test_debug_switch_finds_what_is_not_finite(monkeypatch, name, value):
     monkeypatch.setattr(jagged, "DEBUG", True)
     with pytest.raises(ValueError, match=f"{name} has NaN or infinity, first at token 4"):
         hstu_sparse.hstu_attention(**inputs, seq_offsets=offsets, max_seq_len=6)
+
+
+def test_errors_name_the_offsets_that_are_wrong():
+    x, offsets, wrong = torch.zeros(5, 1, 16), torch.tensor([0, 5]), torch.tensor([1, 5])
+    pool = hstu_sparse.PagePool(hstu_sparse.PageFormat(1, 16, 16, torch.float32), 4, timed=False)
+    pages, lengths = pool.table([pool.reserve([], 5)]), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^k_offsets must begin at 0, got 1"):
+        hstu_sparse.flash_attention(x, x, x, offsets, k_offsets=wrong)
+    with pytest.raises(ValueError, match=r"^cu_seqlens must begin at 0, got 1"):
+        hstu_sparse.ring_plan(wrong)
+    with pytest.raises(ValueError, match=r"^offsets must begin at 0, got 1"):
+        pool.write(0, x, x, wrong, pages, lengths)
+    with pytest.raises(ValueError, match=r"^q_offsets must begin at 0, got 1"):
+        hstu_sparse.paged_attention(x, x, x, wrong, pool, pages, lengths, 10)
+    with pytest.raises(ValueError, match=r"^sequence 0 has 5 tokens, more than the rows of position=3"):
+        hstu_sparse.embed_inputs(x[:, 0], torch.zeros(3, 16), offsets)

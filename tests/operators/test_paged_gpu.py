@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hstu_sparse import PageFormat, PagePool, RelativeBias, paged_attention
+from hstu_sparse.core import jagged
 from tests.random.cases.paged import check
 from tests.support.budgets import make_jagged, make_offsets
 
@@ -102,3 +103,8 @@ def test_batches_do_not_recompile_kernels():
         step(lengths)
     assert count > 0
     assert compiled() == count
+
+
+def test_debug_checks_page_tables_of_the_gpu(monkeypatch):
+    monkeypatch.setattr(jagged, "DEBUG", True)
+    check("cuda", **BASE, dtype="float32")

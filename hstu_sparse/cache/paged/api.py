@@ -113,7 +113,7 @@ def paged_attention(
     check_tensor("k", k, "Tq H D", sizes, dtype=q.dtype, device=pool.device)
     check_tensor("v", v, "Tq H V", sizes, dtype=q.dtype, device=pool.device)
     check_int("max_seq_len", max_seq_len, 1)
-    check_jagged(q_offsets, max(1, sizes["Tq"]), q=q, k=k, v=v)
+    check_jagged(q_offsets, max(1, sizes["Tq"]), name="q_offsets", q=q, k=k, v=v)
     check_int("layer", layer, 0, pool.layers - 1)
     check_bool("candidates", candidates)
     check_int("window_size", window_size, 0)

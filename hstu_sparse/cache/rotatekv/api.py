@@ -177,7 +177,8 @@ def rotatekv_compress(
     Raises:
         TypeError, ValueError: with the expected and the actual value. On a CPU, and elsewhere with HSTU_SPARSE_DEBUG=1,
             ValueError is raised for keys (after the rotation) and values that are too large for fp16 scales and zeros,
-            or all so small that their scales would be rounded to 0. Without this check they are clamped.
+            or all so small that their scales would be rounded to 0. Without this check large ones are
+            clamped, and small ones are restored as the zero of their group.
 
     NaN is restored as NaN, but `RotateKVCache.save` raises ValueError for it. The error of a group of very small
     numbers, next to groups of larger ones, is up to (2^bits - 1) * 2^-25.
@@ -466,7 +467,7 @@ def _check_queries(
 ) -> RelativeBias:
     """Check the queries and their bias; return the bias with defaults. tokens: the number of cached tokens."""
     check_tensor("q", q, "Tq H D", sizes, device=seq_offsets.device)
-    check_jagged(q_offsets, max(1, sizes["Tq"]), q=q)
+    check_jagged(q_offsets, max(1, sizes["Tq"]), name="q_offsets", q=q)
     check_int("max_seq_len", max_seq_len, 1)
     if q_offsets.shape != seq_offsets.shape:
         raise ValueError(f"q_offsets must be [B+1={seq_offsets.shape[0]}], got shape {list(q_offsets.shape)}")
