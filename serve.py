@@ -53,7 +53,7 @@ def open_log(options: argparse.Namespace, recommender: Recommender, interrupts: 
     try:
         log.prepare()
     except NotStored as fault:
-        terminal.say(f"{path}: {fault}; this start takes longer")
+        terminal.say(f"{path}: {fault}; the next start takes longer")
     counts = replay(recommender, log)
     stale = log.stale
     if stale or log.replaced:
@@ -96,7 +96,7 @@ def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
         models = Models(options.run, load, Requirements(options.floor, options.missing_items))
     elif wrong := [name for name in ("watch", "floor", "missing_items") if getattr(options, name)]:
         option = wrong[0].replace("_", "-")
-        raise ServingError(f"--{option}: expected a folder of runs, {shown(options.run, 200)} is a single run")
+        raise ServingError(f"--{option}: expected a folder of runs, got {shown(options.run, 200)}")
     recommender = load(options.run) if models is None else models.first()
     if recommender.config.threads is None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # leave a core for HTTP

@@ -11,14 +11,14 @@ an epoch of ml-1m-hstu, ml-1m-hstu-large and ml-1m-hstu-best on generated data, 
 step, as `benchmarks/train.py --parts` measures it, for each attention kind of --kinds.
 
 Both checkouts compile first, in parallel. Then all cases are measured --rounds times, each with one checkout and right
-away with the other, every time after a warm-up of WARM seconds. Attention has three times, in ms:
+away with the other. Attention warms up for WARM seconds each time, and has three times, in ms:
 
     gpu     the GPU's time of one of many calls, all queued by the host before the GPU begins; by CUDA events
     call    the time of a call on an idle GPU, by CUDA events; it includes the host's time to launch all kernels
     host    the host's time until a call returns: the first decile of the calls, since other programs only add to it
 
-The program prints a JSON line for each measurement, then (when interrupted too) a table: the median over the rounds of
-either checkout, the second median divided by the first, and the second minimum divided by the first. It does not check
+The program prints a JSON line for each measurement, then (when interrupted too) a table: each checkout's median
+over the rounds, the second median divided by the first, and the second minimum divided by the first. It does not check
 results: the tests and benchmarks/run.py do.
 """
 

@@ -6,8 +6,8 @@
 
 An interrupted measurement continues when it is started again. Each kind and length has three times, with the same
 number of tokens: one attention layer forward, forward and backward with its auxiliary losses, and a whole training step
-(parts.py: in CUDA graphs, 4 layers, E 256, 4 heads of 64, bf16). No kind has a bias, since softmax without a bias is
-the fastest. Times are medians. Quality is not compared; see configs/compare/long-memory.yaml.
+(parts.py: in CUDA graphs, 4 layers, E 256, 4 heads of 64, bf16). No kind has a bias, since softmax is faster without
+one. Times are medians. Quality is not compared; see configs/compare/long-memory.yaml.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@
     python benchmarks/run.py --op flash --only ours,cute,fa4,fa4-unordered
                                                         both backends, and FlashAttention-4 called directly: with a
                                                         deterministic backward pass, as in ours, and without
-    python benchmarks/run.py --op flash --sweep         single kernels with several tile sizes, for launch.py
+    python benchmarks/run.py --op flash --sweep         single kernels with several tile sizes, for flash/launch.py
     python benchmarks/run.py --op flash --sasrec        ml-1m-sasrec's batches in fp32, against padded batches
 
 T tokens, H heads, D head size.

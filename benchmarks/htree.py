@@ -2,7 +2,7 @@
 
     python benchmarks/run.py --op htree --repeats 5 --warmup 1 --sdpa-up-to 65536
     python benchmarks/run.py --op htree --lengths 262144 --repeats 1 --warmup 0 --only sdpa-cudnn
-    python benchmarks/run.py --op htree --lengths 65536 --repeats 5 --sweep    other tiles and launch options
+    python benchmarks/run.py --op htree --lengths 65536 --repeats 5 --sweep    other launch options
 
 The standard cases: 64 query heads on 4 key/value heads, D = V = 32, bf16, compression_rate 16, top_k 64. SDPA gets keys
 and values repeated for all heads, outside of the timing, or (gqa) repeats them itself. `beyond_mb` is the memory beyond
@@ -38,9 +38,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--sdpa-up-to", type=int, default=262144, help="the longest sequence that competitors are timed on"
     )
-    parser.add_argument(
-        "--sweep", action="store_true", help="time our kernels alone, with other tiles and launch options"
-    )
+    parser.add_argument("--sweep", action="store_true", help="time our kernels alone, with other launch options")
 
 
 def inputs(length, heads, kv_heads, size, dtype):

@@ -5,7 +5,8 @@
     python benchmarks/run.py --op indexer --tune                   other tile sizes and options of the kernels
 
 Standard cases, bf16. Loss: B = 1, H = 16, C = 4,096, S = 8,192, D = 128, K = 512 and 2,048, chunk_offset 4,096, indices
-uniform over what is visible. Attention and indexer: 131,072 tokens in sequences of 65,536, H = 16, D = V = 128,
+uniform over what is visible; B sequences, H heads, C queries and S keys of a chunk, K chosen tokens, D and V head
+sizes. Attention and indexer: 131,072 tokens in sequences of 65,536, H = 16, D = V = 128,
 K = 1,024, indices uniform; J = 4 index heads of 64.
 
 In the records of `gather` and of the loss, `tflops` is TB/s of gathered rows; the loss gathers its keys once, in
@@ -177,7 +178,7 @@ def with_algorithms(deterministic, function):
 
 
 def check_sparse(tokens, length, deterministic):
-    """Compare some tokens' output, and dv, with plain attention over their chosen keys."""
+    """Compare some tokens' output, and all gradients, with plain attention over their chosen keys."""
     from hstu_sparse import sparse_attention
 
     length = min(length, 8192)

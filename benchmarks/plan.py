@@ -1,5 +1,5 @@
-"""Compare the memory that `train.py --plan` predicts for one GPU with a GPU's: steps with the run's largest batch,
-captured and replayed, and an evaluation.
+"""Compare the memory that `train.py --plan` predicts for one GPU with what a GPU allocates, in steps with the run's
+largest batch, captured and replayed, and in an evaluation.
 
     python benchmarks/plan.py configs/ml-1m-hstu.yaml [key=value ...]    appends to benchmarks/results/plan.jsonl
     python benchmarks/plan.py CONFIG --predict                           the prediction alone, on any machine

@@ -3,8 +3,8 @@
     python benchmarks/run.py --op rotatekv       the cases of 64 users with 8,192 events
     python benchmarks/run.py --op rotatekv --queries 1 --only fused,sdpa-flash,sdpa-cudnn
 
-8 heads of 128, bf16. In records of attention `gb` is the size of the cache; in those of compression `gb_s` counts the
-bytes read. `copy` copies the same bytes and shows the bandwidth that can be reached.
+8 heads of 128, bf16. `gb` is the size of keys and values in bf16: the cache of SDPA, what compression reads. `copy`
+copies the same bytes and shows the bandwidth that can be reached.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Run benchmarks of the operators: check the result first, then time; one JSON line per case.
+"""Run benchmarks of the operators: check the result first, then time; a JSON line for each part of a case.
 
     python benchmarks/run.py --op dense      the standard cases, added to benchmarks/results/dense.jsonl
     python benchmarks/run.py --op dense --lengths 4096 --only ours,sdpa-flash --out /tmp/dense.jsonl

@@ -12,10 +12,10 @@
 
 The names are cases of CASES, each with its options; --config measures another configuration. Each rank has
 train.batch_size sequences, with lengths about as in MovieLens 1M, cut at model.max_seq_len, or all of that length. The
-program prints a JSON line for each case: milliseconds of a step on the slowest rank (`queued`: the mean of --steps in a
-row; `median`: of single steps, each of which the host waits for), tokens of a step, the imbalance by predicted work,
-peak memory, versions. --profile adds where the GPU's time goes in a step. The line of a case that fails has its
-traceback, and the exit code is 1. benchmarks/scale_tables.py makes tables of the lines.
+program prints a JSON line for each case: milliseconds of a step on the slowest rank (`queued`: the shorter of two means
+of --steps in a row; `median`: of single steps, each of which the host waits for), tokens of a step, the imbalance by
+predicted work, peak memory, versions. --profile adds where the GPU's time goes in a step. The line of a case that fails
+has its traceback, and the exit code is 1. benchmarks/scale_tables.py makes tables of the lines.
 """
 
 import faulthandler

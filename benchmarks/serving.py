@@ -61,7 +61,7 @@ class Results:
 
 
 def make(name: str, device: str, *, task="retrieval", items=3706, autocast="none", **options):
-    """Return (a recommender of random weights, item ids) of one of MODELS; options: of ServingOptions."""
+    """Return a recommender of random weights of one of MODELS; options: of ServingOptions."""
     import torch
 
     from data.vocabulary import Vocabulary
@@ -174,7 +174,7 @@ def filtered(results: Results, items: int = 1_000_000) -> None:
 
 
 def recomputed(recommender):
-    """Return (layers, run) of the model without pages: one pass over whole windows, candidates by `num_targets`."""
+    """Return a function that runs the model without pages: one pass over whole windows, candidates by `num_targets`."""
     import copy
 
     import torch
@@ -400,7 +400,7 @@ def candidates_of(results: Results, name: str, device: str, users: int, count: i
 
 
 async def client(results: Results, url: str, run: Path, rate: float, seconds: float, token: str | None) -> None:
-    """Send requests of all routes at a fixed rate; no request waits for the answers of others."""
+    """Send requests of four routes at a fixed rate; no request waits for the answers of others."""
     import httpx
 
     items = np.load(run / "vocabulary" / "item_ids.npy", allow_pickle=False).tolist()

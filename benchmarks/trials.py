@@ -5,8 +5,8 @@
 Use it for minutes on a large GPU: each process imports torch once and makes one trial after another; tune.py starts a
 process for each. A plan (`Plan` below) has a search for each data set, with these trials:
 
-1. The first value of each option that `start` names.
-2. With `drawn`, that many settings that change all options at once, then together the values with the better mean
+1. The first settings: of each option the first value, or the one that `start` names.
+2. With `drawn`, that many settings that change all options at once, then one setting of all values with a better mean
    effect.
 3. One option changed by one step at a time. The search continues from a trial that is better by half a percent.
 4. The best few and the first settings with other seeds.
@@ -63,7 +63,7 @@ class Search(Options):
     options: dict[str, list[Any]] = Field(default_factory=dict)
     """The values of each option; where a value is a mapping, it sets these keys and the option's name is a title."""
     start: dict[str, int] = Field(default_factory=dict)
-    """The place of the value that the search begins with, for each option whose first value it is not."""
+    """The place of the value that the search begins with, by option; 0 for an option that is not listed."""
     beside: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings that are tried once, on top of the first ones, by title."""
     drawn: int = Field(0, ge=0)
@@ -99,7 +99,7 @@ class Trial(NamedTuple):
 
 
 def drawn_points(search: Search) -> list[dict[str, int]]:
-    """Draw `search.drawn` points, in which the numbers of times of an option's values differ by at most one.
+    """Draw `search.drawn` points, in which the counts of an option's values differ by at most one.
 
     If every option has two values, and the number of points is a power of two above the number of options, the points
     are an orthogonal array: the effects of two options are not mixed. (Its columns are those of a Hadamard matrix,
@@ -247,7 +247,7 @@ def load_plan(path: Path, fixed_texts: list[str]) -> tuple[Plan, dict[str, State
 
 
 def check(states: dict[str, State]) -> int:
-    """Return the number of settings drawn or one change away from the first ones; ConfigError for an invalid one."""
+    """Return the number of settings that were checked, some of them equal; ConfigError for an invalid one."""
     count = 0
     for state in states.values():
         points = [
@@ -502,7 +502,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.plan is None:
         parser.error("give a plan, or --table")
     plan, states = load_plan(options.plan, options.given)
-    print(f"{check(states)} settings are drawn or one change from the first ones", flush=True)
+    print(f"{check(states)} settings are valid", flush=True)
     run(plan, states, options, began)
 
 

@@ -195,7 +195,7 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         "--at",
         type=int,
         metavar="SECONDS",
-        help="with --recommend: the Unix time of the request; by default the time of the last event",
+        help="with --recommend: the Unix time of the request; by default the latest time in the data",
     )
     add("--top-k", type=int, default=10, metavar="K", help="the length of each user's list; by default 10")
     add(
@@ -300,7 +300,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     add("--floor", type=_floor, action="append", metavar="METRIC=VALUE",
         help="refuse a run whose result.json has a worse value than this")  # fmt: skip
     add("--missing-items", type=float, default=0.0, metavar="SHARE",
-        help="the greatest fraction of the served items that may be unknown to a newer run; by default 0")  # fmt: skip
+        help="the greatest fraction of the served items that may be unknown to the next run; by default 0")  # fmt: skip
     add("--host", default="127.0.0.1", help="the address to listen on; by default 127.0.0.1, for this machine only")
     add("--port", type=int, default=8000, help="the port to listen on; by default 8000; 0: any free port")
     add("--token-file", type=Path, metavar="FILE", help="require the bearer token in FILE (docs/serving.md)")
@@ -309,7 +309,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
     add("--log", type=Path, metavar="FILE", help="the append-only log of accepted events; by default RUN/events.log")
     add("--store", metavar="URL", help="redis://HOST:PORT/DB, shared by several services, in place of the log")
     add("--fsync", choices=("always", "never"), default="always",
-        help="always: accepted events survive a power cut; never: a kill of the process, but no power cut")  # fmt: skip
+        help="always: accepted events survive a power cut; never: they survive a kill, not a power cut")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="by default the device in the run's configuration")
     add(
         "--cache",
@@ -323,7 +323,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
         ("events", 10_000, "events of a request"),
         ("items", 1_000, "new items of a request"),
         ("candidates", 10_000, "candidates of a request"),
-        ("request-users", 1_000, "users of a request for recommendations"),
+        ("request-users", 1_000, "users of a request"),
         ("list", 1_000, "items of a list of recommendations"),
         (
             "waiting",
@@ -331,7 +331,7 @@ def serve_options(description: str | None, arguments: list[str] | None = None) -
             "requests in progress, at most half of the connections; further requests get status 503",
         ),
         ("connections", 4_096, "open connections; a further connection closes the one that is idle longest"),
-        ("users", 10_000_000, "users in the store"),
+        ("users", 10_000_000, "users with events"),
         ("history", 1_000_000, "events of a user"),
     )
     for name, default, text in limits:

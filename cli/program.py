@@ -1,4 +1,4 @@
-"""Run the programs: report each error in one line, handle signals, return the exit status."""
+"""Run the programs: report errors without a traceback, handle signals, return the exit status."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from data.errors import UserError
 
 
 def run_program(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
-    """Run `work` and return the exit status: 0, 2 after an error (reported in one line), 128 + n after signal n."""
+    """Run `work` and return the exit status: 0, 2 after an error (without a traceback), 128 + n after signal n."""
     if not gc.isenabled():  # see parse_early: collections of imported objects take a quarter of a start and an exit
         gc.freeze()
         gc.enable()
@@ -40,7 +40,7 @@ def run_program(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
 
 
 def fail(message: object) -> None:
-    """Print an error in one line. If several ranks fail, only the first of them prints."""
+    """Print an error. If several ranks fail, only the first of them prints."""
     if first_to_fail():
         terminal.fail(message)
 

@@ -232,7 +232,7 @@ def _check(dataset: Dataset) -> None:
     for column in ("timestamps", "actions"):
         array = getattr(dataset, column)
         if array is not None and len(array) != events:
-            raise CacheError(f"{column}.npy: expected {events} values, one for each item, got {len(array)}")
+            raise CacheError(f"{column}.npy: expected {events} values, one for each event, got {len(array)}")
         if array is not None and events and array.min() < 0:
             raise CacheError(f"{column}.npy: a negative value")
     if events and not 0 <= dataset.items.min() <= dataset.items.max() < dataset.num_items:

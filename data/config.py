@@ -63,7 +63,7 @@ class DataConfig(Options):
     encoding: Annotated[str, AfterValidator(_possible_encoding)] | None = None
     """The encoding of text files, as Python names it (`cp1252`, `shift_jis`); if absent, it is detected."""
     decimal: Literal[".", ","] = "."
-    """The decimal sign of numbers in a csv file."""
+    """The decimal sign of numbers that are text."""
     where: str | None = Field(None, min_length=1, max_length=1000)
     """The rows to read: an SQL condition on the columns of the file, like `quantity > 0`; if absent, all rows."""
     on_bad_row: Literal["error", "drop"] = "error"
@@ -71,7 +71,7 @@ class DataConfig(Options):
     bad_rows_limit: float = Field(LIMIT, ge=0, le=1)
     """The greatest share of a source's rows that `on_bad_row: drop` may drop; up to ten rows are always allowed."""
     duplicates: Literal["keep", "drop"] = "keep"
-    """Whether to keep or drop events that equal an earlier one in user, item, time and action."""
+    """Whether to keep or drop events that equal an earlier one in user, item, time, action and features."""
     partitions: int | None = Field(None, ge=1, le=4096)
     """The number of ranges of users that are prepared one after another, to need less memory; if absent, 1 if
     all events fit into memory, otherwise more. The result is the same."""
@@ -86,9 +86,9 @@ class DataConfig(Options):
     time_zone: Annotated[str, AfterValidator(_possible_zone)] | None = None
     """The time zone of `data.features.events.calendar`, like `Europe/Berlin`; if absent, UTC."""
     valid_fraction: float = Field(0.1, ge=0, lt=1)
-    """With `protocol: temporal`, the share of events in the validation window; 0 for no validation."""
+    """The share of validation events with `protocol: temporal` (0: none), of validation users with `held_out_users`."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
-    """With `protocol: temporal`, the share of events in the test window."""
+    """The share of test events with `protocol: temporal`, of test users with `held_out_users`."""
     targets: Literal["first", "all"] = "first"
     """With `protocol: temporal`, the targets in a window: each user's first event, or all events, each with all earlier
     events of its user as history."""

@@ -1,4 +1,4 @@
-"""Remove users from prepared data sets. Requires only numpy."""
+"""Remove users from prepared data sets. Requires only numpy and pydantic."""
 
 from __future__ import annotations
 

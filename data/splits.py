@@ -167,7 +167,7 @@ def make_splits(
             valid = None
             notes = [
                 "Protocol published: a user's last event is the test target, the others are for training. There is no "
-                "validation set: a checkpoint with the best test metrics would be chosen on the test data."
+                "validation set; the last weights are evaluated."
             ]
         else:
             valid = split("valid", np.maximum(first, last - 1), all_users, "", "fewer than three events")

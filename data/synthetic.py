@@ -1,4 +1,4 @@
-"""Generate a seeded data set with a structure that needs a sequence model. Requires only numpy.
+"""Generate a seeded data set with a structure that needs a sequence model. Requires only numpy and pydantic.
 
 The structure:
 - items are in clusters; each item has a few likely successors in its cluster (a Markov chain), so that the last item
@@ -27,7 +27,7 @@ from data.types import Dataset
 GENERATOR_VERSION = 1  # part of the fingerprint: increase it when the same options give other data
 DAY = 86_400
 START = 1_577_836_800  # 2020-01-01 00:00:00 UTC
-TRIES = 6  # draws before a seen item is accepted
+TRIES = 6  # draws of each kind (successor, cluster, popularity) before a seen item is accepted
 CHUNK_CELLS = 1 << 27  # users at a time * items, so that the table of seen items has at most 128 MiB
 
 

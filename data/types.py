@@ -41,7 +41,7 @@ class Dataset:
     event_rows    [E, F, L] int32 or None: the same for events (features.vocabulary.with_rows fills both)
 
     `user_ids` and `item_ids` map an index to its original id; `vocabulary.index_of` maps ids to indices. The arrays are
-    copy-on-write memory maps of the cache, or in memory for generated data.
+    copy-on-write memory maps of the cache, or in memory, as for generated data.
 
     Examples:
         >>> dataset.num_users, dataset.num_items, dataset.num_events == len(dataset.timestamps)

@@ -22,8 +22,8 @@ class NewEvents:
     after  the time of the run's last training event
     new    later events, and unseen events of the same second
     late   earlier events that are not in the run's data
-    lost   indices in the run's data: events of users and items that the data set has, without an equal event in the
-           data set; None if unknown
+    lost   indices in the run's data: events that the data set lacks, though it has their user and their item; None if
+           unknown
     num_present   the number of the run's events that the data set has; None if unknown
     """
 

@@ -1,6 +1,6 @@
 """Define the vocabulary of a trained model (item ids, actions, features), and encode new data with it.
 
-Requires only numpy. Letters: E events, U users.
+Requires only numpy and pydantic. Letters: E events, U users.
 """
 
 from __future__ import annotations

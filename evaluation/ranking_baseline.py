@@ -1,4 +1,4 @@
-"""Compute the baseline of ranking reports: logistic regression on the earlier labels of an item and a user.
+"""Compute the baseline of ranking reports: logistic regression on the labels of items and the earlier ones of users.
 
 Letters: E events, F features, U users, M some of the events, A kinds of action.
 """
@@ -7,7 +7,7 @@ import numpy as np
 
 from data.types import Dataset
 
-# The numbers of labels, each equal to the global mean, that are added to a mean.
+# The number of labels, each equal to the global mean, that are added before a mean is computed.
 ITEM_SMOOTHING, USER_SMOOTHING, RECENT_SMOOTHING = 5, 5, 2
 RECENT = 10  # latest labels of a user that are a feature
 CLIP = 0.01  # means are clipped to [CLIP, 1 - CLIP] before their log-odds are taken
@@ -77,7 +77,7 @@ def predict_logistic(coefficients: np.ndarray, features: np.ndarray) -> np.ndarr
 def predicted_by_history(
     dataset: Dataset, label_table: np.ndarray, train_end: np.ndarray, events: np.ndarray
 ) -> np.ndarray:
-    """Predict probabilities [M, A] of the events [M] by logistic regression on earlier labels of items and users.
+    """Predict probabilities [M, A] of the events [M] by logistic regression on labels of items and users.
 
     label_table: [codes, A], as in `data.ranking`; train_end: [U], where each user's training events end.
     """

@@ -44,7 +44,7 @@ def protocol_lines(result: dict, filter_seen: str, same_time: str) -> list[str]:
         )
     if cold := result.get("cold"):
         lines.append(
-            f"{cold['items']:,} items have no training event. They are the targets of {cold['targets']:,} users and "
+            f"{cold['items']:,} items have no training event. They are {cold['targets']:,} of the targets and "
             f"{cold['in_lists']:.2%} of the entries in the model's lists."
         )
     settings = (
@@ -86,7 +86,7 @@ def tables(result: dict, metrics: Sequence[str], on_terminal: Sequence[str], fil
         Table("95% intervals over users (not over seeds)", ["", "from", "to"], intervals),
         Table(
             f"The model's lists of {lists['length']}",
-            ["users", "coverage", "Gini", "novelty", f"weighted NDCG@{lists['length']}"],
+            ["lists", "coverage", "Gini", "novelty", f"weighted NDCG@{lists['length']}"],
             [list_metrics],
             note="Coverage: the share of the catalogue in any of the lists. Gini: how unequally they show items. "
             "Novelty: the mean of -log2 of an item's share of the training events. Weighted NDCG: the weight of a "
@@ -97,7 +97,7 @@ def tables(result: dict, metrics: Sequence[str], on_terminal: Sequence[str], fil
 
 
 def described_lists(dataset: Dataset, split: Split, lists: np.ndarray, counts: np.ndarray) -> dict[str, dict]:
-    """Describe recommended lists [users, k] (-1 for no item) and give examples: `lists`.
+    """Describe recommended lists [M, k] (-1 for no item) and give examples: `lists`.
 
     For data with features, also count the items without training events, overall, among the targets and in the lists:
     `cold`. counts: [I], the number of training events of each item.

@@ -124,10 +124,10 @@ def fit(
             those named by `data={"columns": {...}}`. None: the data in `config`.
         config: `default` (its sizes follow the data), `small` (for up to some 100,000 events), the name of another
             configuration in configs/, the path of a YAML file, or the content of such a file as a dict.
-        items, users: features, one row for each item or user, in the same forms. Columns of a frame that are not named
-            by `data.features` become features of a kind by their types: text is a `category`, a number is a `number`, a
-            list of floats is a `vector`, and any other list is a `list`. The ids are in the column item or user, or in
-            the column with the name of the events' column.
+        items, users: features, one row for each item or user, in the same forms. Without `data.features.items.columns`
+            (or users), each column of a frame is a feature of a kind by its type: text is a `category`, a number is a
+            `number`, a list of floats is a `vector`, and any other list is a `list`. The ids are in the column item or
+            user, or in the column with the name of the events' column.
         run: the run's folder; by default a new one below `run_dir`. If the folder has a run of the same configuration
             and data, this run is continued, or returned if it is finished.
         quiet: print nothing.
@@ -137,9 +137,9 @@ def fit(
         The run.
 
     Raises:
-        ConfigError: an option is wrong; the message names it.
-        DataError: the data are wrong; the message names the row and column.
-        FolderError: the folder has another run.
+        ConfigError: an option is wrong, or differs from that of the run in the folder; the message names it.
+        DataError: the data are wrong, and the message names the row and column; or the run in the folder has others.
+        FolderError: another process trains in the folder, or it cannot be written.
         KeyboardInterrupt: on Ctrl-C, after the state of the training is saved.
 
     Examples:

@@ -35,7 +35,7 @@ class InputEmbedding(nn.Module):
     from the oldest event of the window.
 
     Tables are initialised truncated normal, with a standard deviation of 0.02 for items and actions and of E ** -0.5
-    for positions. (The published HSTU initialises positions again, Xavier normal, without a gain: docs/learned.md.)
+    for positions. (The published HSTU then draws positions again, as Xavier normal; no better: docs/learned.md.)
     With features, the rows of items without a training event are zero and not trained. With an `id_dropout` of 1 items
     have no rows.
     """
@@ -154,7 +154,7 @@ class InputEmbedding(nn.Module):
         return rows + self.items(torch.arange(begin, begin + len(rows), device=rows.device)).to(rows.dtype)
 
     def local_items(self) -> tuple[Tensor, int]:
-        """Return (representations [R, E], number of the first item) of the loss's items whose rows this rank has.
+        """Return (the representations [R, E] of this rank's items in the loss, the index of the first one in the loss).
 
         The table is sharded by rows.
         """

@@ -370,7 +370,7 @@ def _catalogue_loss(
 def takes_whole_catalogue(config: LossConfig, out: Tensor, item_weight: Tensor) -> bool:
     """Return whether sampled logits are gathered from one product with all items, which is faster for small catalogues.
 
-    The product writes T * I logits. Gathering rows, of negatives that positions do not share, reads T * K * E elements.
+    The product writes T * I logits. Gathering the rows of each position's own negatives reads T * K * E elements.
     """
     return config.negatives != "shared" and len(item_weight) <= config.num_negatives * out.shape[1]
 

@@ -64,7 +64,7 @@ def paged_block_sparse(
     begun = block_sums.begun(layer, group.pages, group.lengths) if group.candidates else ()
     q, k, v = (padded(x, group.offsets, most) for x in (q, k, v))
     gates = [padded(g[..., None], group.offsets, most) for g in gates]
-    # Positions [B, Q]. Bias tables end at position N, so padding has the position of the user's last new token.
+    # Positions [B, Q]. Bias tables end at max_seq_len: padding has the position of the user's last new token.
     lengths = group.lengths.long()[:, None]
     places = torch.minimum(lengths + torch.arange(most, device=q.device), lengths + counts.clamp(min=1)[:, None] - 1)
     if group.candidates:

@@ -22,7 +22,7 @@ class Entry:
     row      the numbers of the pages in the pool
     begin    the first event of the cached window
     length   the number of cached tokens, from the first one of the window on
-    choices  for bsa, layer -> [H, S] int32: the choice of the open selection group; None if no group is open
+    choices  for bsa, layer -> [H, S] int32: the choice of the open selection group; None or -1 if none is open
     """
 
     row: Sequence[int] = ()
@@ -120,7 +120,7 @@ class Caches:
         return following
 
     def fitting(self, users: Sequence[str], tokens: Sequence[int]) -> int:
-        """Return how many of the first `users` can have pages for `tokens` [users] tokens at the same time.
+        """Return the largest n for which the first n `users` can have pages for their `tokens` at the same time.
 
         Raises CacheFull if the first one cannot, since other users are pinned.
         """

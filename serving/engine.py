@@ -36,7 +36,7 @@ from training.config import RunConfig
 
 TOKENS = {"cpu": 2**14, "cuda": 2**17}  # most new tokens of one pass
 AHEAD = {"cpu": 32, "cuda": 1024}  # most tokens encoded ahead in one pass: a request may wait for it
-MARGIN = 16  # the next window is encoded ahead during the last 1 / MARGIN of the events before a slide
+MARGIN = 16  # the next window is encoded ahead if a slide is fewer than capacity / MARGIN events away
 
 
 class UserRequest(NamedTuple):

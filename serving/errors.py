@@ -92,7 +92,7 @@ class LimitReached(RequestError):
         >>> small = run.recommender(most_users=24, cache_bytes=2**20)
         >>> small.append(["new"], ["s1"], [1_800_000_000])
         Traceback (most recent call last):
-        serving.errors.LimitReached: expected at most 24 users in the store (--max-users, most_users)
+        serving.errors.LimitReached: expected at most 24 users with events (--max-users, most_users)
     """
 
 

@@ -227,7 +227,7 @@ class Histories:
         if len(self._users) + len(users) > self.most_users:
             new = sum(user not in self._users for user in users)
             if len(self._users) + new > self.most_users:
-                raise LimitReached(f"expected at most {self.most_users:,} users in the store (--max-users, most_users)")
+                raise LimitReached(f"expected at most {self.most_users:,} users with events (--max-users, most_users)")
         for user, more in zip(users, counts):
             known = self.get(user)
             if (known.count if known else 0) + more > self.most_events:

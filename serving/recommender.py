@@ -103,7 +103,7 @@ class Recommender(Events, Catalogue, UserFeatures, Inspection):
             as_frame: return a polars frame (user, rank, item, score) in place of arrays.
             filters: the arguments of `Filter`: allow, deny, where, at_most, filters.
 
-        Raises NoHistory, TooEarly, InvalidRequest, UnknownFilter, CacheFull; ServingError for a run that ranks given
+        Raises NoHistory, TooEarly, UnknownFilter, CacheFull; InvalidRequest, also for a run that ranks given
         candidates.
 
         Examples:

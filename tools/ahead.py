@@ -257,7 +257,7 @@ def _left_over(listing: str) -> list[str]:
     """Return the instructions that read an older value of a uniform register.
 
     They are found where the upper half of a descriptor is a constant plus the carry of the lower half plus a term,
-    which should be 0. Bits 20 to 29 of that half are 0, in contrast to those of other constants.
+    which should be 0. Bits 20 to 29 of the constant are then 0, unlike in other instructions of this form.
     """
     last: dict[str, str] = {}
     instructions = []
@@ -310,8 +310,8 @@ def early_reloads(listing: str) -> list[str]:
 
     After a load marked as the last use of a stored value (LDL.LU), a store must come before the next load. ptxas 12.8
     placed a load of half a register before the store (in kernels that spill 4 KB a thread). The kernel then computed
-    with the value of another register, without an error. A pair of registers may be loaded for the upper one alone,
-    if the lower one is written before it is read.
+    with the value of another register, without an error. A load of a pair may be early for its lower register, if that
+    register is written before it is read.
     """
     lines = []
     # Jumps may lead to a label, so the content of the stack is known only from a label to the next one.

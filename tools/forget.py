@@ -33,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("users", nargs="+", metavar="USER", help="ids of users")
     parser.add_argument("--data", type=Path, action="append", metavar="DIR",
                         help="a data.cache_dir, or a prepared data set; by default .cache")  # fmt: skip
-    parser.add_argument("--runs", type=Path, action="append", metavar="DIR", help="a run or a folder; by default runs")
+    parser.add_argument(
+        "--runs", type=Path, action="append", metavar="DIR", help="a run, or a folder of runs; by default runs/"
+    )
     options = parser.parse_args(arguments)
     folders = []
     for path in options.data or [Path(".cache")]:

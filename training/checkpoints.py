@@ -55,7 +55,7 @@ class Progress(BaseModel):
     step         training steps done
     epoch        epochs finished
     batch        finished batches of the current epoch
-    events       tokens trained on, to compute events per second
+    events       events trained on, to compute events per second
     seconds      time spent in training
     records      the lines of metrics.jsonl
     best         eval.best_metric of the weights in best/, or None
@@ -392,7 +392,7 @@ def _plain(name: str) -> bool:
 
 @contextmanager
 def _or_older(folders: list[Path]) -> Iterator[None]:
-    """If there is an older checkpoint, add to a CheckpointError about the last one how to resume from the older one."""
+    """Add to a CheckpointError about the last checkpoint how to resume from the one before it, if there is one."""
     try:
         yield
     except CheckpointError as error:

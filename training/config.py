@@ -158,7 +158,7 @@ class ParallelConfig(Options):
     data: Annotated[int | Literal["auto"], BeforeValidator(auto_or(1))] = 1
     """The number of ranks that share each batch; `auto` is the number of processes divided by `context`."""
     embedding: Literal["replicated", "row_wise", "table_wise", "column_wise", "auto"] = "replicated"
-    """How the item table is divided among the ranks that share a batch; `auto` is the choice of torchrec's planner."""
+    """How the item table is divided among all ranks; `auto` is the choice of torchrec's planner."""
     context: int = Field(1, ge=1)
     """The number of ranks that share each sequence."""
     context_by: Literal["auto", "ring", "heads"] = "auto"

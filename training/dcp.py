@@ -1,6 +1,6 @@
 """Read and write folders of torch.distributed.checkpoint.
 
-Importing that is slow, so other modules import this module inside functions.
+torch.distributed.checkpoint is slow to import, so other modules import this module inside functions.
 """
 
 import pickle
@@ -84,7 +84,7 @@ def read_tensors(source: Path, tensors: dict[str, Any]) -> None:
 
 
 def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
-    """Return the DTensor that has `local`, [rows, columns] or [rows], as this rank's shard.
+    """Return a DTensor with `local`, [rows, columns] or [rows], as this rank's shard; a table_wise tensor unchanged.
 
     If `local` is [rows], one number for each row, a column-wise DTensor has one column for each rank.
     """

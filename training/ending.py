@@ -66,7 +66,7 @@ def write_interrupted(run: TrainingRun) -> None:
     )
     result["notes"] = [
         f"INTERRUPTED after {progress.epoch} of {config.train.epochs} epochs, saved at step {progress.step:,}: this "
-        f"report has the state at that time, and nothing was evaluated.{best} To continue: "
+        f"report has the state at that time, without results on the test split.{best} To continue: "
         f"python train.py --resume {run.folder}",
         *result["notes"],
     ]

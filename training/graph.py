@@ -18,7 +18,7 @@ from training.config import RunConfig
 def captures(config: RunConfig, by_heads: bool) -> bool:
     """Return whether steps on a GPU are captured as CUDA graphs.
 
-    The messages between ranks must have fixed sizes; those of a ring do not. The rows of a sharded table are looked up
+    Messages between ranks must have fixed sizes, which those of a ring have not. Rows of a sharded table are looked up
     outside of the graph (training/ranks/staged.py); with such a table, steps of ranks that share sequences are not
     captured, nor is the loss over the whole catalogue: its products take much longer than the launches.
     """

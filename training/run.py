@@ -117,11 +117,11 @@ def open_data(
 
     Build and store the run with `Data.config`, which has all values that depend on the data.
 
-    trained_on: the stored data of the run; the opened data must have its fingerprint. If the source has changed or is
-    missing, the prepared copy is used; with `moved` this is an error. moved: the options that name another source than
-    the run's. vocabulary: the model's vocabulary, to translate other data into. extends: the vocabulary of an earlier
-    run, to which these data add. device: by default that of the configuration. ranks: the ranks that open the data
-    together; the first one prepares them. rest: see `find_data`.
+    trained_on: the stored facts about the run's data; the opened data must have their fingerprint. If the source has
+    changed or is missing, the prepared copy is used; with `moved` this is an error. moved: the options that name
+    another source than the run's. vocabulary: the model's vocabulary, to translate other data into. extends: the
+    vocabulary of an earlier run, to which these data add. device: by default that of the configuration. ranks: the
+    ranks that open the data together; the first one prepares them. rest: see `find_data`.
 
     Examples:
         >>> sizes = ["data.synthetic={num_users: 20, num_items: 10, num_clusters: 5}", "device=cpu"]
@@ -221,7 +221,7 @@ def load_data(config: RunConfig, **others) -> Dataset:
 def find_data(config: RunConfig, trained_on: Known | None, moved: Sequence[str] = (), rest: bool = False) -> Dataset:
     """Return the data set of `config.data`.
 
-    trained_on: the stored data of a run: the items get its numbers, and DataError is raised if the fingerprints differ.
+    trained_on: the stored facts about a run's data: items get the run's indices; DataError if the fingerprints differ.
     moved: the options that name another source than the run's, which must have the same data. rest: whether to accept
     the data that remain after users were removed (`data/forget.py`).
     """

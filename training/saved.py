@@ -52,7 +52,7 @@ def save_folder(folder: Path, tensors: dict[str, dict[str, Tensor]], facts: dict
 
 
 def exists(folder: Path) -> bool:
-    """Return whether the folder, or after a crash during its replacement the previous one, exists."""
+    """Return whether the folder exists, or the previous one after a crash during its replacement."""
     return find_folder(folder).exists()
 
 

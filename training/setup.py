@@ -273,14 +273,16 @@ def print_summary(config: RunConfig, data: Data, model, steps: int, folder: Path
         terminal.say(f"data: {note}")
     table = sharded_table(model)
     weights = [*model.parameters(), *([] if table is None else [table.weight])]
-    size = sum(bytes_in_training(weight, averaged=config.train.ema_decay is not None) for weight in weights)
+    averaged = config.train.ema_decay is not None
+    size = sum(bytes_in_training(weight, averaged=averaged) for weight in weights)
+    tensors = "weights, gradients, moments and averages" if averaged else "weights, gradients and moments"
     epochs = config.train.epochs
     terminal.say(
         f"{data.dataset.name}: {data.dataset.num_users:,} users, {data.dataset.num_items:,} items, "
         f"{data.dataset.num_events:,} events; {model.num_parameters:,} parameters; {data.device}; run folder {folder}"
     )
     terminal.say(
-        f"{epochs:,} epoch{'s'[: epochs > 1]} of {steps:,} step{'s'[: steps > 1]}; weights, gradients and moments take "
+        f"{epochs:,} epoch{'s'[: epochs > 1]} of {steps:,} step{'s'[: steps > 1]}; {tensors} take "
         f"{size / 2**20:,.1f} MiB, plus the tensors of a step"
     )
     for line in advice.step_advice(config, epochs * steps) if data.events is None else []:

@@ -17,7 +17,7 @@ COVERED = 0.99  # the share of users whose whole history fits into max_seq_len, 
 HEAD = 64  # the size of a head
 OUTSIDE = 0.5  # if a larger share of events is outside of the latest windows, training also uses earlier windows
 STEPS = 100  # the minimum number of steps between evaluations
-PATTERNS = 8  # the value of model.head.repeats if repeats are allowed
+PATTERNS = 8  # the value of model.head.repeats if seen items are ranked (eval.filter_seen: none)
 
 
 class Sizes(NamedTuple):

@@ -41,7 +41,7 @@ def sentence(facts: dict[str, Any]) -> str:
 
 
 def kind(facts: dict[str, Any]) -> str:
-    """Return whether the model is `better` or `worse` than the baseline by the interval, which may be `unclear`."""
+    """Return `better` or `worse` than the baseline, or `unclear` if the interval is missing or contains 1."""
     if facts["low"] is None or facts["low"] <= 1 <= facts["high"]:
         return "unclear"
     return "better" if (facts["low"] > 1) != facts["less_is_better"] else "worse"

@@ -1,6 +1,6 @@
 """Encode the features of new items, users and events with a trained model's feature vocabulary.
 
-Requires only numpy. Letters: M new items, W the size of a vector.
+Requires only numpy and pydantic. Letters: M new items, W the size of a vector.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Every feature except vectors has a table. Row 0 is the unknown row, for values that are rare or absent in training. The
 other rows are values in ascending order, or quantiles of numbers.
 
-Requires only numpy. Letters: I items, U users, E events, L the greatest number of values of a row, F features of an
-entity.
+Requires only numpy and pydantic. Letters: I items, U users, E events, L the greatest number of values of a row, F
+features of an entity.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class RawFormat:
 
     description: str
     kind: str = "text"  # "text", "sequences", "parquet", "json", "npy" or "generated"
-    # If `path` is a folder: patterns of the file, the first match is read; files may be compressed.
+    # If `path` is a folder: patterns of the file; the first that a file matches is used. Files may be compressed.
     files: tuple[str, ...] = ()
     separator: str = ","
     header: bool = True

@@ -224,7 +224,8 @@ def _add_to_ring(cell, ds, to_exact):
     """Add the diagonals of ds [BLOCK_M, BLOCK_N] to the ring. cell: the address of the cell of ds[0, 0].
 
     The values at (m, n) and (m + 8, n + 8) have the same cell. In the layouts of wgmma and mma they are in the same
-    thread, so that adding them first leaves 10 of 16 additions in shared memory. The result is correct for any layout.
+    thread, so that adding them first leaves 10 of 16 additions in shared memory (9 for 64 keys). The result is correct
+    for any layout.
     """
     BLOCKS: tl.constexpr = ds.shape[1] // 8
     ROUNDS: tl.constexpr = 2 if BLOCKS == 4 else 3

@@ -289,7 +289,7 @@ def half_bias(
         edges = entry & ENTRY_EDGES
         time = bias.time + (entry >> ENTRY_SHIFT)
         steps = bias.steps + (entry >> ENTRY_SHIFT)
-        # Both branches end with the sum, which waits for the position bias, so that it is not computed before them.
+        # Each branch ends with its own sum: with one sum after both, the position bias is complete before the branches.
         if edges == 0:
             biases += first
         else:

@@ -154,14 +154,14 @@ def bsa_plan(
 
     All layers of a model can use one plan, forward and backward, if they have the same block size, N and number of time
     buckets; the values of the bias tables may differ. A plan takes 12 bytes per token, or 24 if `query_timestamps`
-    differ, and for each tile of max(64, BS) queries 2 bytes per block of a sequence of N.
+    differ, and N / BS times 2 bytes for each tile of max(64, BS) queries.
 
     Args:
         q: [T, H, D], the tensor of one of the calls; only its shape and device are used.
         seq_offsets, max_seq_len, block_size, bias: as for `bsa_attention`; the tables' values are not read.
         once: a cache for one batch, such as `Batch.once` (data/batch.py). once(key, compute) returns the result of
-            compute(), which it calls only for a new key. The key has everything that the plan depends on except the
-            batch.
+            compute(), which it calls only for a new key. The key has everything else that the plan
+            depends on.
         backend: as for `bsa_attention`.
 
     Returns:

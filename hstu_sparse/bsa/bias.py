@@ -147,8 +147,8 @@ def _edge_sides(bias, queries, keys, AXIS: tl.constexpr, ASM: tl.constexpr):
 def open_gradients(tables, time_shift, SUMS: tl.constexpr):
     """Return (`Gradients`, histogram) for a program of consecutive queries.
 
-    SUMS: first sum in shared memory integers of 21 bits, in the time table's histogram of 21 - `time_shift` bits. Then
-    add the sums to memory in fp32.
+    SUMS: first sum integers in shared memory, of 21 bits, or 21 - `time_shift` in the time table's histogram; then add
+    the sums to memory in fp32.
     """
     ring, lane = 0, 0
     scale, time_scale = 1.0, 1.0
@@ -232,7 +232,7 @@ def add_block_times(gradients, ds, bias, entry, queries, keys, SUMS: tl.constexp
 
 @triton.jit
 def add_gathered(tables, ds, bias, entry, queries, keys, ASM: tl.constexpr):
-    """Add a tile of ds, [keys, queries], of gathered queries to the tables' gradients; entry: [BM], one for each query.
+    """Add a tile of ds, [keys, queries], of gathered queries to the tables' gradients; entry: [BM], or one for all.
 
     The keys are consecutive and descend. For the time table, a query adds one sum for its lowest bucket, and one for
     each edge.

@@ -49,7 +49,7 @@ class Chosen(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The gates or their gradients, see the public function: [T, H], or by head [H, at least T and a tile] fp32.
+    """The gates or their gradients, see the public function: [T, H], or by head [H, T and a tile or more] fp32.
 
     Without a window `swa` is another gate, which is not read.
     """

@@ -51,8 +51,8 @@ class BlockPlan(NamedTuple):
     """The result of `bsa_plan`; empty without a time bias.
 
     keys, queries  the times of keys and queries
-    entries        [slots, at least N / BS] int16: the `tile_entry` of a tile of max(BS, MIN_TILE) queries and a block
-                   of keys, -1 also if either spans 2^24 seconds or more
+    entries        [slots, at least min(N, T) / BS] int16: the `tile_entry` of a tile of max(BS, MIN_TILE) queries and a
+                   block of keys, -1 also if either spans 2^24 seconds or more
     """
 
     purpose: Purpose

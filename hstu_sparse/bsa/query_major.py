@@ -1,7 +1,7 @@
 """Define query-major kernels: a program has a tile of queries and iterates over the keys that it sees.
 
-They compute the compression branch, the group's own block and the window; with SELECT, if a group fills the tile
-(BM == R), also the chosen past blocks. Then one program has the whole output, and nothing is added up in memory.
+They compute the compression branch, the group's own block and the window; with SELECT, if the tile is within a group
+(BM <= R), also the chosen past blocks. Then one program has the whole output, and nothing is added up in memory.
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per group, R tokens per group, BM queries and BN keys of a tile.

@@ -2,8 +2,8 @@
 
 Letters: T tokens of the batch, B sequences, N max_seq_len, H heads, D query/key and V value head size, BS block
 size, S blocks chosen per query group (block_counts), r tokens per group (selection_group), W window. Here also L: the
-longest sequence rounded up to whole blocks, or to whole groups if it is shorter than a block. It has M blocks and
-G = L / r groups.
+longest sequence rounded up to whole blocks, or, if a block exceeds it and MAX_BLOCK, the greater of these two rounded
+up to whole groups. It has M blocks and G = L / r groups.
 
 Everything is dense over the padded [B, H, L, L] scores, so that each rule is one mask; memory grows with L^2.
 """

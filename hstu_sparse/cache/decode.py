@@ -178,7 +178,7 @@ def rotatekv_decompress_kernel(
     seq_offsets, pages, inverse_order, source, k, v, B, P, S, scale,
     FORM: tl.constexpr, OFFSET: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Restore R tokens of one head group: OUT blocks of k [T, H, D]; the program of the first ones also v [T, H, V].
+    """Restore R tokens of one head group: OUT blocks of k [T, H, D]; the program of its first blocks also v [T, H, V].
 
     source: `Pages`; pages: [B, P], the page table.
     """

@@ -129,7 +129,7 @@ class PageFormat:
 
     @property
     def coded_size(self) -> int:
-        """D, rounded up to a power of two for the Hadamard transform."""
+        """D, rounded up to a power of two of at least 16 / head_group, for the Hadamard transform."""
         return max(next_power_of_2(self.head_size), 16 // self.head_group)
 
     @property

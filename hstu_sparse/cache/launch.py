@@ -3,7 +3,7 @@
 Letters: T tokens, B sequences, P columns of a page table, H heads, D query/key and V value head size, R tokens of a
 tile.
 
-The module imports triton; other modules import it only when a kernel is launched.
+This module imports triton; other modules import this module only when they launch a kernel.
 """
 
 import functools

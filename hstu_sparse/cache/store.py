@@ -228,7 +228,7 @@ def unpack_kept(words: Tensor, mask: Tensor, count: int, bits: int) -> Tensor:
 
 
 def locate_tokens(format: PageFormat, pages: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (page, slot) of positions of sequences, which broadcast. With sinks, column 0 of `pages` is their row."""
+    """Return (page, slot) of positions of sequences, which broadcast. With sinks, `pages` begins with their column."""
     column = position // format.page_size + (format.sink_tokens > 0)
     return pages[sequence, column].long(), position % format.page_size
 

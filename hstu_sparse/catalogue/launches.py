@@ -48,7 +48,7 @@ _WIDE_FLOAT32 = LaunchConfig(**_OPTIONS | dict(BLOCK_M=32, BLOCK_N=32, num_warps
 
 @configuration
 def product_config(part: str, dtype: torch.dtype, width: int, arch: int) -> LaunchConfig:
-    """Return the configuration of a product kernel without BLOCK_E. part: "fwd", "dout" or "ditems"."""
+    """Return the configuration of a product kernel, with BLOCK_E only if it is fixed; part: "fwd", "dout", "ditems"."""
     if INTERPRET:
         return LaunchConfig(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2, TMA=False, REGISTERS=False, programs=2)
     if dtype == torch.float32:

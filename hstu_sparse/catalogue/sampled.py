@@ -10,8 +10,9 @@ The gradient of the table is a sum over entries: the T targets, followed by the 
 table, and without torch's deterministic algorithms, the program of a token adds to an fp32 table atomically. Otherwise:
 - Entries are sorted by item (stable). A run is all entries of an item.
 - A program sums a run in order and writes the item's row, so that the result is deterministic.
-- Runs are cut into pieces at multiples of PIECE entries, so that a popular item does not keep one program busy for
-  long. The sums of pieces are written to slots, at most two for PIECE entries, and added by a second kernel.
+- Runs are cut into pieces at multiples of PIECE entries (the ends of windows), so that a popular item does not keep
+  one program busy for long. The sums of pieces are written to slots, at most two for a window, and added by a second
+  kernel.
 """
 
 import triton

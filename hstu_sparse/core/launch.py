@@ -1,7 +1,7 @@
 """Launch Triton kernels: configurations, the precision of products, and `run`.
 
 Kernels are compiled for CUDA tensors. With TRITON_INTERPRET=1, which must be set before the first import of triton,
-they run on the CPU, in fp32 (the interpreter is wrong for bf16).
+they run on the CPU. There products of bf16 raise an error, since the interpreter computes them wrongly.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def _capability(device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 2 in the interpreter."""
+    """Return the number of multiprocessors of a GPU; for CPU tensors 2, or that of `imagined`."""
     return _multiprocessors(device) if device.type == "cuda" else cpu_multiprocessors
 
 

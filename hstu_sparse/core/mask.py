@@ -117,7 +117,7 @@ def visible_pairs(mask: Mask, token: Tensor, lengths: Tensor) -> tuple[Tensor, T
 def context_times(bias: RelativeBias, num_context: Tensor | None, seq_offsets: Tensor) -> RelativeBias:
     """Return the bias with the time of the first event as both timestamps of context tokens.
 
-    A sequence without events uses the time of its last token.
+    A sequence without events uses the time of its first candidate or, without candidates, its last token.
     """
     times, query_times = bias.timestamps, bias.query_timestamps
     if num_context is None or times is None or query_times is None:

@@ -151,8 +151,8 @@ def attention_plan(
         seq_offsets, max_seq_len, num_targets, target_group_size, num_context: as for `hstu_attention`.
         context_sees_all, window_size, full_attention_prefix, bias: as for `hstu_attention`.
         once: a cache for one batch, such as `Batch.once` (data/batch.py). once(key, compute) returns the result of
-            compute(), which it calls only for a new key. The key has everything that the plan depends on except the
-            batch.
+            compute(), which it calls only for a new key. The key has everything else that the plan
+            depends on.
         backend: as for `hstu_attention`.
 
     Returns:

@@ -112,9 +112,9 @@ def query_tile_bias(
 ):
     """Return (bounds of the loops over keys, `TileBias`) for a tile of queries.
 
-    Loop i covers the keys bounds[i] .. bounds[i + 1]: 0 the prefix, 1 invisible keys, 2 the window's begin, 3 keys that
-    need no mask, 4 wide blocks, 5 the last blocks. With a time bias loop 3 has narrow blocks and loop 5 the near ones
-    (see `TileMap`); without a time bias, loop 4 is empty.
+    Loop i covers the keys bounds[i] .. bounds[i + 1]: 0 the prefix, 1 invisible keys, 2 the window's begin and context,
+    3 keys that need no mask, 4 blocks that are not narrow, 5 the last blocks. With a time bias loop 3 has narrow blocks
+    and loop 5 the near ones (see `TileMap`); without a time bias, loop 4 is empty.
     """
     EXTENSION: tl.constexpr = kind.EXTENSION
     first, full, diagonal, end = key_ranges(
@@ -151,10 +151,7 @@ def _attend(
     acc, q, first, last, t, first_row, sequence, k, v, k_stride, v_stride, half_scale, bias, tile, kind: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, IS_NEAR: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys first .. last to acc [BLOCK_M, V]; both are multiples of BLOCK_N.
-
-    If MASKED, `last` may lie past the sequence's end.
-    """
+    """Add the keys first .. last to acc [BLOCK_M, V]; first is a multiple of BLOCK_N, last too unless MASKED."""
     n = tl.arange(0, BLOCK_N)
     EXTENSION: tl.constexpr = kind.EXTENSION
     place = bias_position(t, sequence, kind)[:, None]

@@ -2,7 +2,7 @@
 
 Letters: T tokens of the batch, B sequences, H key/value heads, G query heads of each, R tokens of a group, D query/key
 and V value head size, r compression_rate (RATE), C a query's candidates in a layer. BG, BN: rows of heads and
-candidates of a tile; HALF = D / 2: the first channel of each of RoPE's pairs is one half of a head, BH wide in a tile.
+candidates of a tile; HALF = D / 2: the first channels of RoPE's pairs are one half of a head, BH wide in a tile.
 SORT_BLOCK sort keys and LIST_BLOCK chosen nodes are in registers at a time.
 
 A group of R tokens chooses once. Group g of sequence b has the slot `offsets[b] // R + b + g` of T // R + B.

@@ -259,7 +259,7 @@ def fixed_units(problem: Problem, do: Tensor, q: Tensor, v: Tensor) -> Tensor:
     """Return [2] powers of two, the fixed-point units of the sums of dk and dv: 1 / unit is the resolution.
 
     No element of dv exceeds the sum of all T * G weights, each at most 1, times the longest row of do. An element of dk
-    also has the factor do.v - do.o, at most twice the longest rows' product, and a row of q, which is in base 2.
+    also has the factor do.v - do.o, at most twice the longest rows' product, and a row of q times scale / ln 2.
     """
     do_row, q_row, v_row = (
         torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax().double() for x in (do, q, v)

@@ -84,7 +84,7 @@ class Query(NamedTuple):
     token  its index in the batch, -1 if there is none
     begin  the first token of its sequence
     t      its position
-    last   the last position that it may choose, -1 if there is none
+    last   the last position that it may choose, negative if there is none
     """
 
     row: tl.tensor

@@ -31,7 +31,7 @@ PER_WARP = 1024
 @configuration
 def sample_config(top_k: int) -> tuple[int, int]:
     """Return (capacity for candidates of a query, keys in a query's sample): see topk.py."""
-    # The number of 65,536 keys that reach the sample's threshold is several standard deviations below the capacity.
+    # Of 65,536 keys, the number that reaches the sample's threshold is several standard deviations below the capacity.
     return 1024 if top_k <= 192 else max(3 * top_k, top_k + 1024), 1024 if INTERPRET else 4096
 
 
@@ -76,7 +76,7 @@ class _Search:
         self.heads = topk.Heads(J, iq.shape[2], width, group, precision(iq.dtype), proven(iq.device))
         self.block = key_block(iq.dtype, width)
         # A tile's queries have adjacent rows of candidates, also those past a sequence's end, whose token is -1. A row
-        # holds a query's sample (fp32) first, and then its candidates.
+        # first holds a query's sample (fp32); later its candidates overwrite the sample.
         self.all_slots = T // (self.config.ROWS * group) + self.B
         self.row_size = max(self.capacity, self.sample // 2)
         self.slots = min(self.all_slots, max(1, SCRATCH // (8 * self.row_size * self.config.ROWS)))

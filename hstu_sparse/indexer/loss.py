@@ -174,7 +174,7 @@ def index_loss_kernel(
         # Masks are applied here, so that the loop waits only for the keys.
         seen = (chosen >= 0) & (chosen <= query.last) & counts
         has_choice = tl.max(seen.to(tl.int32)) > 0
-        # Triton converts operands of a product's result to its layout: adding zeros converts all masks at once.
+        # Triton converts what is added to a product to the product's layout: adding zeros converts all masks at once.
         bits = tl.sum(tl.where(seen, bit, 0), 1)[:, None] + (blocks[0] < float("-inf")).to(tl.int32)
         masked = ()
         for j in tl.static_range(HELD):

@@ -44,7 +44,7 @@ class Heads(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of queries of one sequence, or its keys.
+    """A tile of queries of one sequence.
 
     begin     the sequence's first token
     t         [ROWS] positions of the queries

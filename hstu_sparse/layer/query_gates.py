@@ -39,8 +39,9 @@ def query_gates(
 
     Args:
         q: [T, H, D], fp16, bf16 or fp32 (the reference also fp64). Copied if its channels are not adjacent.
-        w1, b1: [F, D] and [F], floating point, rounded to the dtype of q.
-        w2, b2: [G, F] and [G], floating point, rounded to the dtype of q.
+        w1, b1: [F, D] and [F], floating point.
+        w2, b2: [G, F] and [G], floating point. w1 and w2 are rounded to the dtype of q, by the reference also b1 and
+            b2.
         backend: "triton", "reference", or "auto": triton for CUDA tensors, reference for CPU tensors.
 
     Returns:
@@ -68,8 +69,8 @@ def query_gates(
     check_kernel("query_gates", q, {"G": sizes["G"]}, most=MAX_GATES)
     if not takes_kernel(sizes["D"], sizes["F"], q.dtype):
         raise ValueError(
-            f"query_gates: the kernels take D up to {MAX_SIZE} with F up to {MAX_HIDDEN}, in fp32 half as much, got "
-            f"D={sizes['D']}, F={sizes['F']}; use backend='reference'"
+            f"query_gates: the kernels take D up to {MAX_SIZE} with F up to {MAX_HIDDEN}, in fp32 D to 64 or F to "
+            f"32, got D={sizes['D']}, F={sizes['F']}; use backend='reference'"
         )
     return query_gates_operator(q, w1, b1, w2, b2)
 
@@ -138,7 +139,7 @@ def query_gates_bwd_kernel(
     G: tl.constexpr, PAD_D: tl.constexpr, PAD_F: tl.constexpr, PAD_G: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq [R, D] for every n-th tile, and their sums for dw1, db1, dw2 and db2 in the program's row of parts."""
+    """Compute dq [R, D] of every n-th tile, and the tiles' sums of dw1, db1, dw2 and db2 in a row of parts."""
     g = tl.arange(0, PAD_G)[None, :]
     w1 = _matrix(w1, F, D, PAD_F, PAD_D).to(q.dtype.element_ty)
     w2 = _matrix(w2, G, F, PAD_G, PAD_F).to(q.dtype.element_ty)

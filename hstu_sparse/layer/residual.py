@@ -60,8 +60,8 @@ def residual_add(
 ) -> torch.Tensor:
     """Compute x + added + bias, the end of a residual block. `added` is a matrix product without its bias.
 
-    In Triton, forward is one kernel and backward at most two. The sum and the gradient of the bias are computed in
-    fp32. The results are deterministic.
+    In Triton, forward is one kernel and backward at most two, besides conversions of dtypes. The sum and the gradient
+    of the bias are computed in fp32. The results are deterministic.
 
     Args:
         x, added: [T, C], fp16, bf16 or fp32 (the reference also fp64). Copied if their channels are not adjacent.

@@ -131,7 +131,7 @@ class Ring:
 
         Raises:
             ValueError: ranks differ; the message, on every rank, names one.
-            RuntimeError: a rank did not respond within the timeout of the process group; the message names it.
+            RuntimeError: a rank did not respond within the timeout of the default process group; the message names it.
         """
         if self.world == 1:
             return [local_values]

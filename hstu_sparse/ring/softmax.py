@@ -63,7 +63,7 @@ def step_parts(plan: RingPlan, source: int, options: Options) -> list[CuteCall]:
         for j, (k_start, num_keys) in enumerate(plan.piece_ranges[source]):
             if not num_queries or not num_keys:
                 continue
-            # The distance from query i to key j is j - i - shift in FlashAttention-4.
+            # In FlashAttention-4 the distance from a query to a key exceeds that of their positions by `shift`.
             shift = q_start - k_start - (num_keys - num_queries)
             left = None if options.left < 0 else options.left - shift
             right = None if options.right < 0 else options.right + shift

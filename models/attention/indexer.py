@@ -66,7 +66,7 @@ class IndexerAttention(FewKeys, BiasedAttention):
         kind: Literal["indexer"]
         """The attention kind."""
         top_k: AutoCount = "auto"
-        """The number of chosen tokens; `auto` is max_seq_len / 8, rounded up to a power of two, from 8 to 128."""
+        """The number of chosen tokens; `auto` is max_seq_len // 8, rounded up to a power of two, from 8 to 128."""
         selection_group: AutoCount = "auto"
         """The number of neighbouring tokens that share a choice; `auto` is 8 up to max_seq_len 2,048, otherwise 16."""
         num_index_heads: int = Field(4, ge=1)
@@ -188,8 +188,8 @@ class IndexerAttention(FewKeys, BiasedAttention):
         rows = batch.num_tokens if group == 1 else batch.num_tokens // group + batch.num_sequences
         if rows * longest > MOST_INDICES:
             raise ValueError(
-                f"indexer: a warm-up step with {rows:,} groups of up to {longest:,} tokens exceeds {MOST_INDICES:,} "
-                "indices; set warmup_steps: 0, or use a smaller batch or a larger selection_group"
+                f"indexer: {rows:,} groups of up to {longest:,} tokens exceed {MOST_INDICES:,} indices; set "
+                "warmup_steps: 0 and top_k below max_seq_len, or use a smaller batch or a larger selection_group"
             )
         if group == 1:
             last = torch.arange(rows, device=device) - begins[sequence_ids(offsets, rows)]

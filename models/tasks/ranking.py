@@ -45,7 +45,7 @@ class ActionConfig(Options):
     """A kind of action: a flag of the data set, or values of the action column."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=60)
-    """The action's name in reports; without `at_least`, it must be the name of a flag of the data set."""
+    """The action's name in reports; without `at_least`, it must be a flag of the data set or a text of its actions."""
     at_least: float | None = None
     """The least value of the action column that counts as the action, in units of the column (4 for 4 stars)."""
     weight: float = Field(1.0, gt=0)
@@ -338,7 +338,7 @@ class Ranking(Task):
     def protocol_lines(self, result: dict) -> list[str]:
         return [
             f"Split {result['split']}, {result['users']:,} users, {result['events']:,} scored events. The baseline is "
-            "a logistic regression on the labels that the item and the user had so far.",
+            "a logistic regression on the item's training labels and the user's earlier labels.",
             *result["notes"],
         ]
 

@@ -61,7 +61,7 @@ def create_app(
 
     Args:
         log: accepted events are written to it before they are acknowledged; None with a shared store, and in tests.
-        token: the bearer token that all routes require except for health checks and the API page; None for none.
+        token: the bearer token that all routes require except those of PUBLIC_ROUTES; None for none.
         store: the users' events in Redis, shared with other services, in place of a log.
         models: the runs that can replace the current model; None if there are no others.
         watch: the interval in seconds to look for a newer run; None to not look for one.
@@ -244,7 +244,7 @@ def create_app(
 
     @app.get("/model", **secured())
     async def model() -> bodies.ModelOut:
-        """Return the current model, the finished runs that can replace it, and why runs were refused."""
+        """Return the current model, the finished runs, newest first, and why runs were refused."""
         runs = [] if models is None else await asyncio.to_thread(models.finished)
         refused = {} if models is None else dict(models.refused)
         return bodies.ModelOut(model=worker.recommender.label, runs=runs, refused=refused)

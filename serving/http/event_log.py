@@ -230,7 +230,7 @@ class EventLog(LogReader):
     def compact(self) -> None:
         """Remove the stale events that `parts` counted, and replaced lists and features, from all files.
 
-        Files keep their mode and owner. Raises NotStored, with the file unchanged, if one cannot be rewritten, and
+        Files keep their mode and owner. Raises NotStored if a file cannot be rewritten, which then stays unchanged, and
         LogError for a damaged line.
         """
 

@@ -36,7 +36,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         common: dict[str, Any] = dict(registry=self.registry)
         self.requests = Counter(
-            "requests", "Answered requests", ["route", "status", "model"], namespace="hstu_sparse", **common
+            "requests", "Requests by status", ["route", "status", "model"], namespace="hstu_sparse", **common
         )
         self.seconds = Histogram(
             "request_seconds", "Time from a request to its reply in seconds", ["route"], namespace="hstu_sparse",

@@ -105,7 +105,7 @@ class SharedUsers:
         except Exception as error:
             if type(error).__module__.partition(".")[0] != "redis" and not isinstance(error, OSError):
                 raise
-            raise StoreUnavailable(f"Redis does not answer: {shown(error, 200)}") from None
+            raise StoreUnavailable(f"Redis cannot be used: {shown(error, 200)}") from None
 
     def refresh(self, users: Iterable[str]) -> list[str]:
         """Read new events of these users, and new lists and items; return the users who have new events."""

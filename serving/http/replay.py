@@ -63,7 +63,7 @@ def replay(recommender: Recommender, log: LogReader) -> dict[str, int]:
 
 
 def add_items(recommender: Recommender, records: Iterable[dict]) -> None:
-    """Add the items of records of a log or store to a recommender, except those without a feature that it knows."""
+    """Add the items in records of a log or store to a recommender, except items with none of the run's features."""
     records = [*records]
     if not records:
         return
@@ -106,7 +106,7 @@ def action_codes(recommender: Recommender, actions: list) -> tuple[np.ndarray | 
 
 
 def describe(recommender: Recommender, features: Mapping[str, Mapping[str, Any]]) -> None:
-    """Store features of users of a log or store, except those that the run does not know."""
+    """Store users' features from a log or store, except features that the run does not know."""
     recommender.put_users([*features], recommender.contexts.lenient_users([*features.values()]))
 
 

@@ -81,7 +81,7 @@ def answer_errors(app: FastAPI) -> None:
     async def other(request: Request, fault: HTTPException) -> Response:
         names = {404: "NotFound", 405: "MethodNotAllowed", 415: "UnsupportedMediaType"}
         headers = {}
-        if fault.status_code == 405:  # name the methods of all routes of the path; the error has those of one
+        if fault.status_code == 405:  # list the methods of all routes of the path; Starlette lists one's
             routes = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
             headers["Allow"] = ", ".join(sorted({name for route in routes for name in getattr(route, "methods", ())}))
         name = names.get(fault.status_code, "HTTPError")

@@ -54,7 +54,7 @@ def possible_connections(most: int) -> int:
 
 
 class Connections(ServerState):
-    """The connections of a server, at most `most`: for one more, that which waits longest for its client is closed.
+    """The connections of a server, at most `most`: one more closes that which has waited longest for its client.
 
     waiting: connection -> the time since which it waits for its client to send a request or to read a reply, longest
     first. The other connections are being answered.

@@ -133,7 +133,7 @@ class Models:
             logger.warning("%d items of %s are not known to %s", lost, label, new.label)
         del old
         if gc.get_freeze_count():
-            keep_objects()  # excludes the new model's objects, and frees the old one's
+            keep_objects()  # excludes the new model's objects from garbage collection, and frees the old one's
         return label
 
     def _serve(self, new: Recommender, source: LogReader | SharedUsers, users: list[str], worker: Worker) -> None:

@@ -39,7 +39,7 @@ from serving.recommender import Recommender
 from serving.token_batch import rounded_up
 
 MOST_TOGETHER = 256  # most requests of one round
-MOST_LISTS = 1024  # most lists of one round; a request for more is answered alone
+MOST_LISTS = 1024  # lists from which on a round takes no more requests; those of its first request do not count
 logger = logging.getLogger("hstu_sparse.serve")
 
 
@@ -65,7 +65,7 @@ class Exchange(Request):
 class Worker(threading.Thread):
     """A thread that answers requests in rounds by setting their `done`: first writes in order of arrival, then reads.
 
-    An answer does not depend on the other requests of the round. At most `most_waiting` requests wait.
+    A read's answer does not depend on the other reads of its round. At most `most_waiting` requests wait.
     """
 
     def __init__(

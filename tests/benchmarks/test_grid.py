@@ -55,7 +55,7 @@ def test_runs_are_those_of_the_program_and_are_not_repeated(plan, tmp_path, caps
 
 
 @pytest.mark.parametrize("name", ["indexer", "htree"])
-def test_the_plans_of_groups_have_the_defaults(name):
+def test_the_plans_indexer_groups_and_htree_groups_have_the_defaults(name):
     """The setting after softmax has the values of `auto`; no setting chooses as many tokens as a sequence has."""
     _, first, *others = grid.load_plan(grid.Path(f"configs/compare/{name}-groups.yaml")).settings.values()
     for config in (first, *others):

@@ -1,6 +1,6 @@
 """Test that the advice of every message about data works.
 
-HINTS maps a part of each hint to the test that follows it; `test_all_hints_are_followed` finds hints that are missing.
+HINTS maps a part of each hint to the test that does it; `test_all_hints_are_followed` finds hints that are missing.
 """
 
 import ast

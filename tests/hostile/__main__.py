@@ -44,7 +44,7 @@ AREAS = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile")
     parser.add_argument("areas", nargs="*", metavar="AREA", help=", ".join(AREAS))
-    parser.add_argument("--short", action="store_true", help="what CI runs")
+    parser.add_argument("--short", action="store_true", help="the cases of `make test-slow`")
     parser.add_argument("--sample", type=int, default=1, metavar="N", help="every N-th case of an area, from its first")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in their names")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)

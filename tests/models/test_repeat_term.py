@@ -131,7 +131,7 @@ def test_loss_and_gradients(exclude, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_a_new_term_is_nothing():
+def test_a_term_of_zeros_changes_no_score():
     model, batch = model_of(), few_items(make_batch([5, 9]))
     plain = dataclasses.replace(batch)
     for table in (model.repeats.gap, model.repeats.age, model.repeats.count, model.repeats.order):

@@ -21,7 +21,7 @@ PARTS = [
 SHARED = {80: 163 * 1024, 90: 228 * 1024}
 
 
-# Bytes that a thread of these kernels spills with a version of Triton, by architecture, where a case allows fewer.
+# Triton's version -> architecture -> kernel -> bytes that a thread may spill, if more than a case allows.
 SPILLED = {
     "3.8": {
         80: {

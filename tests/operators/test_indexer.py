@@ -517,7 +517,7 @@ LENGTHS["empty sequences in the middle and at the end"] = (20, 0, 33, 0)
 
 
 def kernel_cases():
-    """Return operator, lengths and group; what has key heads below, or lengths that a longer case has, is slow."""
+    """Yield operator, lengths and group; mark as slow what `test_kernels_with_key_heads` or a longer case has, too."""
     for operator, edge, group in itertools.product(cases.OPERATORS, LENGTHS, (1, 3)):
         below = operator in ("sparse_attention", "indexer_loss")
         slow = group > 1 and (below or edge != "lengths that divide nothing")

@@ -44,7 +44,7 @@ CASES = {
 }
 
 
-# Written and read as in test_dropped_tokens_are_not_read.
+# Marked slow: test_dropped_tokens_are_not_read writes and reads in the same way.
 LONG = "2 bits, many"
 
 

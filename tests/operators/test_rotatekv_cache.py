@@ -133,7 +133,7 @@ def test_what_does_not_fit_in_fp16_scales_is_refused(size, name, bits, backend):
     for function in (rotatekv_compress, rotatekv_round_trip):
         with pytest.raises(ValueError, match=message):
             function(**inputs, seq_offsets=offsets, bits=bits, backend=backend)
-        function(**inputs, seq_offsets=offsets, bits=bits, sink_tokens=3, backend=backend)  # they stay as they are
+        function(**inputs, seq_offsets=offsets, bits=bits, sink_tokens=3, backend=backend)  # sinks are not quantised
     cache = rotatekv_compress(k, v, offsets, bits=bits)
     before = rotatekv_decompress(cache)
     with pytest.raises(ValueError, match=message):

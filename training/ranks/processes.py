@@ -220,7 +220,7 @@ def _environment_number(name: str, least: int, most: int) -> int:
     text = os.environ.get(name, "")
     if not text.isdecimal() or not least <= int(text) <= most:
         raise ConfigError(
-            f"parallel.context: {name} in the environment must be {least} to {most}, got {shown(text) or 'nothing'}: "
+            f"parallel: {name} in the environment must be {least} to {most}, got {shown(text) or 'nothing'}: "
             "start the run by torchrun"
         )
     return int(text)

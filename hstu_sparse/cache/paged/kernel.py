@@ -33,7 +33,7 @@ from hstu_sparse.tiles.rows import load_rows, locate, opaque, silu
 def candidate_bias_kernel(
     out, pages, lengths, num_context, timestamps, bias, P, PAGE: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write out [B, P * PAGE + 1] fp32: the bias of candidates and cached token s, or, at lengths[b], with themselves.
+    """Write out [B, P * PAGE + 1] fp32: the bias of candidates with cached token s, and at lengths[b] with themselves.
 
     All candidates of a sequence have the same position and time, so that their bias depends on the key only. A look-up
     in the attention kernel would be repeated for every column of each thread (Triton 3.6, 3.7): 230 loads of 4 bytes in

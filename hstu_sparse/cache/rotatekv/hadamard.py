@@ -1,4 +1,4 @@
-"""Compute the Hadamard transform of rows by products with Sylvester's matrices of at most 64: kernel and operator.
+"""Compute the Hadamard transform of rows by products with Sylvester's matrices of at most 128: kernel and operator.
 
 The matrix of n = OUTER * INNER is the Kronecker product of those of OUTER and INNER: a row, as a matrix [OUTER, INNER],
 is multiplied from both sides. Several rows of fewer than 16 elements form one row of the product.

@@ -244,7 +244,7 @@ def test_features_of_events_are_columns_of_their_file(load):
 
 
 @pytest.mark.parametrize(("time", "format"), [("2024-01-03", None), ("03.01.2024", "%d.%m.%Y")])
-def test_error_for_a_bad_number_names_its_column_and_not_the_time_s(load, time, format):
+def test_error_for_a_bad_number_names_its_column_and_not_that_of_times(load, time, format):
     text = f"user,item,timestamp,spent\nu1,i1,{time},1.5\nu1,i2,{time},1;5\n"
     options = {"features": {"events": {"columns": {"spent": "number"}}}, "columns": {"timestamp_format": format}}
     message = error_of(load, "csv", text, **options)

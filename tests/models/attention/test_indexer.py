@@ -99,7 +99,7 @@ def test_too_large_warm_up_raises(monkeypatch):
     monkeypatch.setattr("models.attention.indexer.MOST_INDICES", 100)
     layer, batch = make_layer(top_k=3, warmup_steps=1, selection_group=2), make_batch([9, 17])
     batch.phase = 0
-    with pytest.raises(ValueError, match=r"a warm-up step with 15 groups of up to 17 tokens exceeds 100 "):
+    with pytest.raises(ValueError, match=r"indexer: 15 groups of up to 17 tokens exceed 100 "):
         layer(*layer_inputs(batch), batch)
 
 

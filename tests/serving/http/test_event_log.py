@@ -170,7 +170,7 @@ def test_limits_at_the_start(small, tmp_path):
     with service(small, tmp_path / "events.log") as (client, *_):
         assert client.post("/events", json=events(*[(user, 100, 5) for user in "abc"])).status_code == 200
     recommender, log = serve(*small, cache_bytes=2**22, most_users=2), EventLog(tmp_path / "events.log")
-    with pytest.raises(LimitReached, match="expected at most 2 users in the store"):
+    with pytest.raises(LimitReached, match="expected at most 2 users with events"):
         replay(recommender, log)
     log.close()
 
