@@ -4,6 +4,7 @@ Nothing slow is imported here, so that `--help` and errors in arguments are prin
 """
 
 import argparse
+import csv
 import difflib
 import errno
 import gc
@@ -38,7 +39,7 @@ def _values(text: str) -> tuple[str, list[str]]:
     name, equals, values = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"expected FEATURE=VALUE,VALUE, got {text!r}")
-    return name, values.split(",")
+    return name, next(csv.reader([values]), [""])
 
 
 def _floor(text: str) -> tuple[str, float]:
@@ -211,7 +212,8 @@ def eval_options(description: str | None, arguments: list[str] | None = None) ->
         type=_values,
         action="append",
         metavar="FEATURE=VALUE,VALUE",
-        help="with --recommend: recommend items that have one of the values; several --where must all hold",
+        help="with --recommend: recommend items that have one of the values (a value with a comma in double quotes); "
+        "several --where must all hold",
     )
     add(
         "--at-most",

@@ -168,8 +168,10 @@ def lists_of_a_program_and_of_a_service(run, tmp_path, capsys):
             assert rows["item"].to_list() == row[np.isfinite(values)].tolist() and len(rows) > 0
             np.testing.assert_allclose(rows["score"].to_numpy(), values[np.isfinite(values)], atol=1e-5)
         output = capsys.readouterr().out
-        assert ("--deny: 1 of 3 items are unknown" in output and "--where: 1 values" in output) == (deny is not None)
+        notices = "--deny: 1 of 3 items are unknown", "--where: no item has the group none"
+        assert all(notice in output for notice in notices) == (deny is not None)
     for options, says in (
+        (["--where", 'group="g0, g1",none'], "no item passes --allow, --deny and --where; nothing was written"),
         (["--where", "colour=red"], "--where: colour is not a feature of the items: expected one of group"),
         (["--at-most", "group=few"], "--at-most group: expected a whole number"),
     ):
