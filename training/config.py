@@ -144,10 +144,12 @@ class EvalConfig(Options):
         for option, name in named:
             if not run.task.has_metric(name):
                 raise ValueError(f"eval.{option}: {name} is none of {', '.join(run.task.metric_names())}")
-        if self.patience and run.data.protocol in ("published", "all"):
-            raise ValueError(f"eval.patience: protocol {run.data.protocol} has no validation split")
-        if self.patience and run.data.train_on_valid:
-            raise ValueError("eval.patience: there is no validation split with data.train_on_valid")
+        if self.patience and (run.data.protocol in ("published", "all") or run.data.train_on_valid):
+            why = "data.train_on_valid" if run.data.train_on_valid else f"protocol {run.data.protocol}"
+            raise ValueError(
+                f"eval.patience: {why} leaves no validation split; set eval.patience=null, and train.epochs to the "
+                "best epoch of a run with validation"
+            )
         if self.patience and not self.every:
             raise ValueError("eval.patience needs eval.every >= 1")
 

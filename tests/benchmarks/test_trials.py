@@ -113,7 +113,7 @@ def test_trials_and_judged_runs_of_a_plan_are_written_as_they_end(plan, tmp_path
     "setting, message",
     [
         ("one:eval.best_metric=nothing", "eval.best_metric"),
-        ("one:data.protocol=published", "eval.patience: protocol published has no validation split"),
+        ("one:data.protocol=published", "eval.patience: protocol published leaves no validation split"),
         ("two:train.lr=1", "two:train.lr=1: expected SEARCH:key=value with one of one"),
     ],
 )
