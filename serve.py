@@ -74,6 +74,7 @@ def open_log(options: argparse.Namespace, recommender: Recommender, interrupts: 
 
 def work(options: argparse.Namespace, interrupts: Interrupts) -> None:
     """Load the run and the users, then serve until a signal arrives."""
+    listening(options.host, options.port).close()  # errors of the address come before the run is loaded
     interrupts.stage = "loading the run"
     token = None if options.token_file is None else read_token(options.token_file)
 
