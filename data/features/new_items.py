@@ -129,7 +129,7 @@ def features_of_columns(
                     raise DataError(f"expected at most {MOST_VALUES} values, got {len(parts)}")
             except DataError as error:
                 if strict:
-                    raise DataError(f"features: {shown(name)} of {entity[:-1]} {row + 1}: {error}") from None
+                    raise DataError(f"features: {shown(name)} of {entity}.{row}: {error}") from None
                 continue
             rows += [row] * len(parts)
             values += parts

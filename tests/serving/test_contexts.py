@@ -182,7 +182,7 @@ def test_features_that_are_refused():
     append(recommender, "u", EVENTS)
     for features, message in (
         ({"devise": ["tv"]}, "features: devise is not a feature of events, did you mean device?"),
-        ({"watched": ["long"]}, "features: watched of event 1: expected a number, got 'long'"),
+        ({"watched": ["long"]}, "features: watched of events.0: expected a number, got 'long'"),
         ({"device": ["tv", "tv"]}, "features: device: expected a value for each of 1 events, got 2"),
     ):
         with pytest.raises(InvalidRequest, match=message):
@@ -191,9 +191,9 @@ def test_features_that_are_refused():
         InvalidRequest, match="features: watched is not a feature of events with known=before; the run has device"
     ):
         recommender.score(["u"], [CANDIDATES], AT, features={"watched": [3]})
-    with pytest.raises(InvalidRequest, match="features: tags of user 1: expected a list, got 'a'"):
+    with pytest.raises(InvalidRequest, match=r"features: tags of users.0: expected a list, got 'a'"):
         recommender.add_users(["u"], {"tags": ["a"]})
-    with pytest.raises(InvalidRequest, match="features: tags of user 1: expected at most 64 values, got 65"):
+    with pytest.raises(InvalidRequest, match=r"features: tags of users.0: expected at most 64 values, got 65"):
         recommender.add_users(["u"], {"tags": [[str(n) for n in range(65)]]})
     config = make_config()
     plain = Recommender(build_model(config, vocabulary(config), torch.device("cpu")), config, vocabulary(config))

@@ -55,7 +55,7 @@ def test_values_become_rows():
 def test_unknown_features_and_values_can_be_left_out():
     """Logs may have the features of another model."""
     columns = COLUMNS | {"colour": ["red"] * 4, "title": [[1, 2, 3], [1, 0], "x", None], "price": ["a", 1, 1, 1]}
-    with pytest.raises(DataError, match="price of item 1: expected a number, got 'a'"):
+    with pytest.raises(DataError, match=r"price of items.0: expected a number, got 'a'"):
         features_of_columns(KNOWN, 4, {"price": columns["price"]})
     with pytest.raises(DataError, match="colour is not a feature of the run"):
         features_of_columns(KNOWN, 4, COLUMNS | {"colour": columns["colour"]})

@@ -120,7 +120,7 @@ def test_another_model_has_the_features(tmp_path):
             {"users": [{"user": "u", "features": {"contry": "de"}}]},
             "features: contry is not a feature of users",
         ),
-        ("/users", {"users": [{"user": "u", "features": {"tags": "a"}}]}, "features: tags of user 1: expected a list"),
+        ("/users", {"users": [{"user": "u", "features": {"tags": "a"}}]}, "features: tags of users.0: expected a list"),
         ("/users", {"users": [{"user": "u"}]}, "users.0.features: missing"),
         ("/users", {"users": []}, "users"),
         (
@@ -128,8 +128,8 @@ def test_another_model_has_the_features(tmp_path):
             {"user": "u", "candidates": [100], "features": {"watched": 3}},
             "features: watched is not a feature of events with known=before",
         ),
-        ("/scores", {"user": "u", "candidates": [100], "features": {"device": 1.5}}, "features: device of event 1"),
-        ("/events", body("u", [(100, 5, 4, None, "x")]), "features: watched of event 1: expected a number, got 'x'"),
+        ("/scores", {"user": "u", "candidates": [100], "features": {"device": 1.5}}, "features: device of events.0"),
+        ("/events", body("u", [(100, 5, 4, None, "x")]), "features: watched of events.0: expected a number, got 'x'"),
         (
             "/events",
             body("u", [(100, 5, None, "tv", 3)]),
@@ -187,4 +187,4 @@ def test_services_share_features_in_redis():
 def test_features_of_unknown_items_are_checked_too(service):
     sent = body("u", [EVENTS[0], (99, 5, 4, None, "x")])
     answer = service.post("/events", json=sent)
-    assert "features: watched of event 2: expected a number, got 'x'" in answer.json()["error"]["message"]
+    assert "features: watched of events.1: expected a number, got 'x'" in answer.json()["error"]["message"]
