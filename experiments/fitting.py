@@ -58,7 +58,7 @@ class Run:
         (1, 3)
         >>> Run.open("nowhere")
         Traceback (most recent call last):
-        training.folder.FolderError: ...nowhere: not a run folder (no config.yaml)
+        training.folder.FolderError: ...nowhere: no such folder
     """
 
     def __init__(self, folder: str | Path):

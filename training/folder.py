@@ -67,6 +67,8 @@ def check_run(folder: Path) -> None:
     """Raise FolderError unless `folder` is a run's folder."""
     check_path(folder)
     with access(folder, "read"):
+        if not folder.exists():
+            raise FolderError(f"{shown(folder, 200)}: no such folder")
         if not (folder / "config.yaml").exists():
             raise FolderError(f"{shown(folder, 200)}: not a run folder (no config.yaml)")
 

@@ -50,7 +50,7 @@ WRONG = {
     ],
     "examples/load_exported.py": [("absent.pt2 1 a=1", "absent.pt2: no such file"), ("", "expected OUT.pt2 AT ITEM=")],
     "examples/recommend.py": [
-        ("absent absent.csv", "absent: not a run folder"),
+        ("absent absent.csv", "absent: no such folder"),
         ("absent", "the following arguments are required: events"),
     ],
     "examples/vectors.py": [("items.csv titles", "titles: expected a name that ends in .npy")],

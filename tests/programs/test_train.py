@@ -399,7 +399,7 @@ def test_damaged_config_of_a_run_is_one_line(copy):
             ["configs/synthetic-hstu.yaml", "model.attention={kind: softmax, num_kv_heads: 3}"],
             ["num_kv_heads=3 does not divide model.num_heads=2"],
         ),
-        (["--resume", "/absent"], ["/absent: not a run folder"]),
+        (["--resume", "/absent"], ["/absent: no such folder"]),
         (["configs/synthetic-hstu.yaml", "device=cuda"], ["finds no GPU"]),
     ],
 )

@@ -178,7 +178,7 @@ def test_an_impossible_update_is_refused_and_writes_nothing(place, tmp_path, cap
     (tmp_path / "new.csv").write_text(content)
     out = tmp_path / "runs" / "new"
     options = [f"data.path={tmp_path / 'new.csv'}", *more, "--run", out]
-    assert "not a run folder" in refuses(tmp_path, capsys, train.main, "--update", place / "nothing", *options)
+    assert "no such folder" in refuses(tmp_path, capsys, train.main, "--update", place / "nothing", *options)
     assert message in refuses(tmp_path, capsys, train.main, "--update", place / "run", *options)
     assert not out.parent.exists()
 

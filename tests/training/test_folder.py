@@ -106,6 +106,8 @@ def test_errors_of_the_file_system_name_the_path(tmp_path):
         raise OSError(28, "No space left on device")
     with pytest.raises(FolderError, match="not a run folder"):
         check_run(tmp_path)
+    with pytest.raises(FolderError, match="absent: no such folder"):
+        check_run(tmp_path / "absent")
 
 
 @pytest.mark.parametrize(
