@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from cli.environment import check_environment, open_standard_files
+from cli.environment import check_environment, open_standard_files, wait_asleep
 from cli.interrupt import leave
 from data.errors import UserError
 from hstu_sparse_checkout import commit
@@ -457,6 +457,7 @@ def parse_early(
         signal.signal(number, leave)
     open_standard_files()
     options = parse(description)
+    wait_asleep()
     check_environment(Parser().exit)
     gc.disable()
     try:

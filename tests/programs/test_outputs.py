@@ -9,11 +9,13 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import eval as evaluation
 from cli import terminal as printing
+from cli.environment import wait_asleep
 from tests.programs.test_train import run
 
 CONFIG = """
@@ -197,6 +199,16 @@ def test_help_on_a_full_disk_is_one_line(script):
 def test_an_environment_that_libraries_refuse_is_one_line(name, value, says):
     status, errors = program(ROOT / "eval.py", "run", environment={name: value})
     assert status == 2 and len(errors) == 1 and errors[0].startswith("error: ") and says in errors[0], errors
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_waiting_threads_sleep_unless_the_environment_says_otherwise(environment, count):
+    with patch.dict(os.environ, environment, clear=True):
+        wait_asleep()
+        assert os.environ.get("GOMP_SPINCOUNT") == count
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
