@@ -5,7 +5,7 @@ Letters: E events, U users, I items.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,8 @@ class NewEvents:
     lost   indices in the run's data: events that the data set lacks, though it has their user and their item; None if
            unknown
     num_present   the number of the run's events that the data set has; None if unknown
+    left_out      the number of the run's events that are in the source, but left out by `data.where`; those of users or
+           items that the data set does not have at all are not counted
     """
 
     after: int
@@ -32,6 +34,12 @@ class NewEvents:
     late: np.ndarray
     lost: np.ndarray | None = None
     num_present: int | None = None
+    left_out: int = 0
+
+    def notes(self) -> list[str]:
+        """Return a sentence about events that are left out, in a list that is empty if there are none."""
+        text = f"{self.left_out:,} events on which the run was trained are left out by data.where."
+        return [text] if self.left_out else []
 
 
 def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewEvents:
@@ -68,6 +76,16 @@ def new_events(dataset: Dataset, before: Dataset, train_end: np.ndarray) -> NewE
     return NewEvents(after, np.flatnonzero(new), late, np.sort(lost), num_present)
 
 
+def with_left_out(events: NewEvents, all_rows: NewEvents) -> NewEvents:
+    """Return `events` with lost events that the source has as `left_out` instead.
+
+    all_rows: the comparison of the run with all rows of the source, also those that `data.where` leaves out.
+    """
+    assert events.lost is not None and all_rows.lost is not None
+    lost = np.intersect1d(events.lost, all_rows.lost)
+    return replace(events, lost=lost, left_out=len(events.lost) - len(lost))
+
+
 def missing_events(events: NewEvents, dataset: Dataset, before: Dataset) -> DataError | None:
     """Return the error for a data set that is missing events of a run, or None; before: the run's data.
 
@@ -80,11 +98,13 @@ def missing_events(events: NewEvents, dataset: Dataset, before: Dataset) -> Data
     event = int(events.lost[0]) if len(events.lost) else 0
     user = shown(str(before.user_ids[before.users_of(np.array(event))]))
     item, time = shown(str(before.item_ids[before.items[event]])), before.timestamps[event]
-    count = f"{before.num_events - events.num_present:,}" if events.num_present else "all"
+    missing = before.num_events - events.num_present - events.left_out
+    count = f"{missing:,}" if events.num_present else "all"
+    left_out = f" and the {events.left_out:,} that data.where leaves out" if events.left_out else ""
     return DataError(
         f"{dataset.name}: {count} of the {before.num_events:,} events of the run are missing, for example user {user}, "
-        f"item {item}, at {time}: expected all events, old and new, except those of deleted users; to add a file of "
-        "new events, give the path of a folder or a pattern with all files"
+        f"item {item}, at {time}: expected all events, old and new, except those of deleted users{left_out}; to add a "
+        "file of new events, give the path of a folder or a pattern with all files"
     )
 
 
@@ -181,4 +201,5 @@ def judging_splits(
         f"Evaluated on the events after the run's last training event, at {events.after} (Unix seconds); the history "
         "of each is all earlier events of its user."
     )
-    return Splits("new", splits.train, None, test if len(test) else None, {}, [note], train_end)
+    notes = [note, *events.notes()]
+    return Splits("new", splits.train, None, test if len(test) else None, {}, notes, train_end)

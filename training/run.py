@@ -188,7 +188,7 @@ def confined(data: Data, events: NewEvents) -> Data:
         f"Update: training has {new:,} new events and {int(train.counted.sum()) - new:,} older ones as targets; "
         f"{len(events.late):,} late events are in histories only."
     )
-    splits = replace(data.splits, train=train, notes=[*data.splits.notes, note])
+    splits = replace(data.splits, train=train, notes=[*data.splits.notes, note, *events.notes()])
     return replace(data, splits=splits, events=events)
 
 

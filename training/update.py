@@ -14,8 +14,8 @@ import torch
 
 from cli.terminal import terminal
 from data.errors import ConfigError, UserError
-from data.types import Dataset
-from data.update import NewEvents, judging_splits, missing_events, new_events
+from data.types import DataError, Dataset
+from data.update import NewEvents, judging_splits, missing_events, new_events, with_left_out
 from data.vocabulary import index_of
 from models.hstu import SequenceModel
 from training.average import WeightAverage
@@ -67,7 +67,8 @@ def updated_config(folder: Path, overrides: list[str]) -> RunConfig:
 def begin_update(folder: Path, config: RunConfig) -> Update:
     """Open the run in `folder` and the data of its update, and evaluate the run on the new events.
 
-    DataError unless the data have new events and all events of the run, except those of removed users and items.
+    DataError unless the data have new events and all events of the run, except those of removed users and items, and
+    those that `data.where` leaves out.
     """
     config_before, known, weights, source, _ = open_weights(folder, [])
     # Devices and options of evaluation are those of the update.
@@ -78,6 +79,8 @@ def begin_update(folder: Path, config: RunConfig) -> Update:
     data, events = open_all_events(config, before, extends=known.vocabulary)
     dataset, events_before = data.dataset, before.dataset.num_events
     data = confined(data, events)
+    for note in events.notes():
+        terminal.say(note)
     first = {"generation": 0, "run": read_manifest(folder)["run"], "events": events_before}
     lines = read_lineage(folder) or [first | {"fingerprint": known.fingerprint}]
     new = dataset.items[events.new]
@@ -108,15 +111,21 @@ def open_all_events(config: RunConfig, before: Data, **options: Any) -> tuple[Da
 
     before: the data of the run. options: further arguments of `open_data`. If events of the run are missing, the error
     is a DataError that says so, even if `open_data` raises another error, which may be a consequence: that items of a
-    features file are in no event, or that no user has two events. If `data.where` differs from the run's, some events
-    of the run may be missing, but not all.
+    features file are in no event, or that no user has two events. `data.where` may leave out some events of the run,
+    but not all.
     """
-    run_events, other_rows = (before.dataset, before.splits.train_end), config.data.where != before.config.data.where
+    run_events = before.dataset, before.splits.train_end
 
     def compared(dataset: Dataset) -> NewEvents:
         events = new_events(dataset, *run_events)
         error = missing_events(events, dataset, before.dataset)
-        if error is not None and not (other_rows and events.num_present):
+        if error is not None and config.data.where is not None:
+            all_rows = new_events(load_all_rows(config, error, options.get("ranks")), *run_events)
+            if all_rows.num_present and not events.num_present:
+                raise DataError(f"{dataset.name}: data.where leaves out all events of the run that the source has")
+            events = with_left_out(events, all_rows)
+            error = missing_events(events, dataset, before.dataset)
+        if error is not None:
             raise error
         return events
 
@@ -131,6 +140,29 @@ def open_all_events(config: RunConfig, before: Data, **options: Any) -> tuple[Da
         compared(dataset)
         raise
     return data, compared(data.dataset)
+
+
+def load_all_rows(config: RunConfig, missing: DataError, ranks: Ranks | None) -> Dataset:
+    """Return users, items and times of all good rows of the source, also of those that `data.where` leaves out.
+
+    ranks: the ranks that load them together. If the rows cannot be read, the error is `missing` with the reason.
+    """
+    columns = config.data.columns
+    others: dict[str, Any] = {"where": None, "features": None, "min_user_events": 1, "min_item_events": 1}
+    others |= {"on_bad_row": "drop", "bad_rows_limit": 1.0, "duplicates": "keep"}
+    others["columns"] = columns and columns.model_copy(update={"action": None, "action_codes": None})
+    if ranks is not None and not ranks.first:
+        ranks.broadcast(None)
+    try:
+        return load_data(config, **others)
+    except DataError as error:
+        raise DataError(
+            f"{missing}; data.where may leave them out, which can be checked only in raw files that can be read "
+            f"without it: {error}"
+        ) from None
+    finally:
+        if ranks is not None and ranks.first:
+            ranks.broadcast(None)
 
 
 def new_data(config: RunConfig, known: Known, before: Data, ranks: Ranks | None = None) -> Data:

@@ -65,7 +65,7 @@ def save_vocabulary(run: Path, dataset: Dataset, known: Vocabulary, events: NewE
         facts["time_zone"] = known.features.time_zone
     if events is not None:
         arrays |= {"new_events": events.new, "late_events": events.late}
-        facts["after"] = events.after
+        facts |= {"after": events.after, "left_out_events": events.left_out}
     with access(run / NAME, "written"), replace_folder(run / NAME) as folder:
         for name, array in arrays.items():
             if VECTORS.fullmatch(name):
@@ -102,7 +102,8 @@ def load_vocabulary(run: Path) -> Known:
         known = Vocabulary(ids, facts["num_actions"], None if names is None else tuple(names), features)
         events = None
         if "after" in facts:
-            events = NewEvents(int(facts["after"]), arrays["new_events"], arrays["late_events"])
+            left_out = int(facts.get("left_out_events", 0))  # earlier runs have none
+            events = NewEvents(int(facts["after"]), arrays["new_events"], arrays["late_events"], left_out=left_out)
         return Known(known, arrays["user_ids"], facts["fingerprint"], facts["name"], facts["has_timestamps"], events)
     except FolderError:
         raise

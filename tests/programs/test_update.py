@@ -9,6 +9,7 @@ import torch
 
 import eval as evaluation
 import train
+from data.datasets import load_dataset
 from data.update import new_events
 from tests.training.test_changes import refuses
 from tools import forget
@@ -18,6 +19,8 @@ from training.dcp import read_tensors, saved_tensors
 from training.run import open_data
 from training.vocabulary import load_vocabulary
 from training.weights import TABLE
+
+pl = pytest.importorskip("polars")
 
 CONFIG = """
 name: t
@@ -259,3 +262,61 @@ def test_repeated_equal_events_all_count(place):
     assert times[events.late].tolist() == [0] and times[events.new].tolist() == [9]
     events = new_events(before.dataset, again.dataset, again.splits.train_end)  # duplicates may be dropped
     assert not len(events.lost) and events.num_present == len(OLD) + 2
+
+
+def orders(path, rows, cancelled=()):
+    """Write orders with a status; `cancelled`: the indices of cancelled ones."""
+    status = ["cancelled" if n in cancelled else "sent" for n in range(len(rows))]
+    frame = pl.DataFrame(dict(zip(("user", "item", "timestamp"), zip(*rows))) | {"status": status})
+    frame.write_parquet(path) if path.suffix == ".parquet" else frame.write_csv(path)
+    return path
+
+
+WEEK = [*OLD, ("u05", "i01", 20), ("u06", "i02", 20)]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    """Return a folder with a run that was trained on the orders that are not cancelled."""
+    place = tmp_path_factory.mktemp("shop")
+    orders(place / "old.csv", OLD)
+    options = "where: \"status <> 'cancelled'\""
+    (place / "run.yaml").write_text(CONFIG.replace("FEATURES", options).replace("PLACE", str(place)))
+    assert train.main([str(place / "run.yaml"), "--run", str(place / "run")]) == 0
+    return place
+
+
+@pytest.mark.parametrize(("ending", "more"), [("csv", ("data.partitions=2",)), ("parquet", ("data.format=parquet",))])
+def test_orders_that_are_cancelled_later_do_not_stop_an_update(shop, tmp_path, capsys, ending, more):
+    new = orders(tmp_path / f"new.{ending}", WEEK, cancelled=(7, 8, 19))
+    update(shop, "run", f"new-{ending}", f"data.path={new}", *more)
+    note = "3 events on which the run was trained are left out by data.where."
+    assert note in capsys.readouterr().out
+    assert train.main(["--resume", str(shop / f"new-{ending}"), "train.epochs=3"]) == 0
+    assert note in json.loads((shop / f"new-{ending}" / "result.json").read_text())["notes"]
+    assert evaluation.main([str(shop / "run"), "--data", str(new), "--split", "new", *more]) == 0
+    assert note in json.loads((shop / "run" / f"eval-new-of-new.{ending}.json").read_text())["notes"]
+
+
+@pytest.mark.parametrize("where", [(), ("data.where=\"status <> 'cancelled' AND TRUE\"",)])
+def test_orders_that_are_in_no_row_stop_an_update_though_others_are_cancelled(shop, tmp_path, capsys, where):
+    new = orders(tmp_path / "new.csv", WEEK[1:], cancelled=(6, 7, 18))
+    line = refuses(tmp_path, capsys, train.main, "--update", shop / "run", f"data.path={new}", *where)
+    assert "new: 1 of the 200 events of the run are missing, for example user u00, item i00, at 0: " in line
+    assert "except those of deleted users and the 3 that data.where leaves out; " in line
+
+
+def test_an_update_says_that_a_condition_leaves_out_all_events_of_the_run(shop, tmp_path, capsys):
+    new = orders(tmp_path / "new.csv", [*WEEK, ("u05", "i02", 21)], cancelled=range(len(OLD)))
+    line = refuses(tmp_path, capsys, train.main, "--update", shop / "run", f"data.path={new}")
+    assert "new: data.where leaves out all events of the run that the source has" in line
+
+
+def test_prepared_data_cannot_show_what_a_condition_leaves_out(shop, tmp_path, capsys):
+    new = orders(tmp_path / "new.csv", WEEK, cancelled=(7, 8, 19))
+    load_dataset("csv", new, cache_dir=tmp_path / "cache", where="status <> 'cancelled'")
+    new.unlink()
+    (prepared,) = (tmp_path / "cache").glob("csv-*")
+    line = refuses(tmp_path, capsys, train.main, "--update", shop / "run", f"data.path={prepared}")
+    assert "3 of the 200 events of the run are missing" in line
+    assert "data.where may leave them out, which can be checked only in raw files" in line
