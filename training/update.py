@@ -224,7 +224,10 @@ def inherit(
                 fill(name, moment, saved.get(f"optimizer.{name}.{key}"))
             optimizer.state[p] = {"step": saved[f"optimizer.{name}.step"].to(p.device), **moments}
     known, total = len(places.items[0]), len(vocabulary.item_ids)
-    terminal.say(f"{update.source}: {known:,} of {total:,} items keep their rows, {total - known:,} have new ones")
+    new_items = int((index_of(vocabulary.item_ids, update.known.vocabulary.item_ids) < 0).sum())
+    idle = total - known - new_items  # known items of a file of features, with rows of zeros in both runs
+    without = f", {idle:,} have no training event yet" if idle else ""
+    terminal.say(f"{update.source}: {known:,} of {total:,} items keep their rows, {new_items:,} are new{without}")
 
 
 def read_lineage(folder: Path) -> list[dict]:

@@ -253,6 +253,19 @@ def test_items_with_features_begin_as_their_features(tmp_path, capsys):
     assert evaluation.main([str(tmp_path / "new"), "--recommend", str(tmp_path / "top.csv"), "--top-k", "3"]) == 0
 
 
+def test_known_items_without_events_are_not_new(tmp_path, capsys):
+    features = FEATURES.replace("path:", "unknown: add, path:")
+    (tmp_path / "items.csv").write_text("item,kind\n" + "".join(f"{name},k\n" for name in ("i01", "x1", "x2", "x3")))
+    (tmp_path / "old.csv").write_text(table(OLD))
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("FEATURES", features).replace("PLACE", str(tmp_path)))
+    assert train.main([str(tmp_path / "run.yaml"), "--run", str(tmp_path / "run")]) == 0
+    (tmp_path / "new.csv").write_text(table([*OLD, ("u05", "x1", 20), ("u06", "z99", 20)]))
+    update(tmp_path, "run", "new")
+    assert "12 of 15 items keep their rows, 1 are new, 2 have no training event yet" in capsys.readouterr().out
+    line = json.loads((tmp_path / "new" / "lineage.jsonl").read_text().splitlines()[1])
+    assert line["new_items"] == 1
+
+
 def test_repeated_equal_events_all_count(place):
     config, known = load_config(place / "run" / "config.yaml"), load_vocabulary(place / "run")
     before = open_data(config, trained_on=known)
