@@ -21,9 +21,9 @@ from data.types import DataError, Dataset, shown
 
 
 class Removed(NamedTuple):
-    """The numbers of removed users and events of a prepared data set, and the folder of the remaining data."""
+    """The removed users of a prepared data set (ids as text), the number of their events, the folder of the rest."""
 
-    users: int
+    users: list[str]
     events: int
     folder: Path
 
@@ -77,6 +77,7 @@ def remove_users(folder: Path, users: Collection[str]) -> Removed | None:
     gone = has_users(dataset.user_ids, users)
     if not gone.any():
         return None
+    ids = dataset.user_ids[gone].astype(str).tolist()  # read before the files are deleted
     rest = without_users(dataset, users)
     meta = meta | {REMOVED_FROM: [*meta.get(REMOVED_FROM, []), dataset.fingerprint]}
     in_cache = folder == cache_folder(folder.parent, meta["format"], dataset.fingerprint)
@@ -99,4 +100,4 @@ def remove_users(folder: Path, users: Collection[str]) -> Removed | None:
                 file.unlink()
     except OSError as error:
         raise DataError(f"{shown(folder, 200)}: cannot be rewritten: {error.strerror}") from None
-    return Removed(int(gone.sum()), dataset.num_events - rest.num_events, target)
+    return Removed(ids, dataset.num_events - rest.num_events, target)

@@ -2,7 +2,8 @@
 
 python -m tools.forget USER [USER ...] [--data .cache] [--runs runs]
 
-Ids are texts, as in the data. This does not change the raw data, nor the users of a service (DELETE /users/USER).
+Ids are texts, as in the data. An id that is in no prepared data and no run is named; if none is in any, the exit status
+is 2. This does not change the raw data, nor the users of a service (DELETE /users/USER).
 """
 
 from pathlib import Path
@@ -14,14 +15,16 @@ from training.folder import FolderError
 from training.vocabulary import load_vocabulary
 
 
-def trained_on(runs: list[Path], users: list[str]) -> tuple[list[Path], list[str]]:
-    """Return (runs in these folders that were trained on data with one of the users, errors of unreadable runs)."""
+def trained_on(runs: list[Path], users: list[str]) -> tuple[dict[Path, list[str]], list[str]]:
+    """Return (run in these folders -> those of the users on whose data it was trained, errors of unreadable runs)."""
     folders = {file.parent for path in runs for file in (*path.glob("config.yaml"), *path.rglob("*/config.yaml"))}
-    trained, faults = [], []
+    trained: dict[Path, list[str]] = {}
+    faults = []
     for folder in sorted(folders):
         try:
-            if has_users(load_vocabulary(folder).user_ids, users).any():
-                trained.append(folder)
+            ids = load_vocabulary(folder).user_ids
+            if (known := has_users(ids, users)).any():
+                trained[folder] = ids[known].astype(str).tolist()
         except FolderError as error:
             faults.append(str(error))
     return trained, faults
@@ -46,15 +49,27 @@ def main(arguments: list[str] | None = None) -> int:
     for path in options.runs or []:
         if not path.is_dir():
             raise DataError(f"--runs: {shown(path, 200)}: no such folder")
+    present: set[str] = set()
     for folder in folders:
         if (removed := remove_users(folder, options.users)) is not None:
-            print(f"{folder}: removed {removed.users:,} users with {removed.events:,} events; now {removed.folder}")
+            present.update(removed.users)
+            count = f"{len(removed.users):,} users with {removed.events:,} events"
+            print(f"{folder}: removed {count}; now {removed.folder}")
     trained, faults = trained_on(runs, options.users)
-    for folder in trained:
+    for folder, ids in trained.items():
+        present.update(ids)
         print(f"{folder}: was trained on data with one of these users")
     for fault in faults:
         print(f"not checked: {fault}")
+    for user in dict.fromkeys(options.users):
+        if user not in present:
+            print(f"{shown(user)}: in no prepared data set and no run{' that could be checked' if faults else ''}")
     print(f"checked: {len(folders):,} prepared data sets; runs trained on data with these users: {len(trained):,}")
+    if not present:
+        raise DataError(
+            "none of these users is in the prepared data or runs: give the ids as in the data, and the folders by "
+            "--data and --runs"
+        )
     print("Remove the users from the raw data, too.")
     return 0
 

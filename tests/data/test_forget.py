@@ -44,6 +44,7 @@ def test_a_user_is_removed_from_a_cache(prepared, capsys):
     output = capsys.readouterr().out
     assert "removed 1 users with 2 events" in output and f"{runs / 'with'}: was trained" in output
     assert f"{runs / 'without'}: " not in output
+    assert "nobody: in no prepared data set and no run\n" in output and "ann: in no" not in output
     assert "checked: 1 prepared data sets; runs trained on data with these users: 1" in output
     (left,) = prepared_folders(prepared.parent)
     assert left != prepared and events(left) == sorted(row for row in ROWS if row[0] != "ann")
@@ -58,10 +59,20 @@ def test_a_user_is_removed_from_a_cache(prepared, capsys):
 def test_a_user_is_removed_from_a_prepared_folder(prepared, tmp_path):
     shutil.copytree(prepared, tmp_path / "mine")
     removed = remove_users(tmp_path / "mine", ["7", "eve"])
-    assert (removed.users, removed.events, removed.folder) == (2, 2, tmp_path / "mine")
+    assert (removed.users, removed.events, removed.folder) == (["7", "eve"], 2, tmp_path / "mine")
     assert events(tmp_path / "mine") == sorted(row for row in ROWS if row[0] in ("ann", "bob"))
     assert read_cache(tmp_path / "mine")[0].fingerprint != read_cache(prepared)[0].fingerprint
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_user_that_is_nowhere_is_an_error(prepared, tmp_path, capsys):
+    (tmp_path / "runs" / "damaged").mkdir(parents=True)
+    (tmp_path / "runs" / "damaged" / "config.yaml").write_text("")
+    with pytest.raises(DataError, match="none of these users is in the prepared data or runs"):
+        forget.main(["Kd 99999", "--data", str(prepared.parent), "--runs", str(tmp_path / "runs")])
+    output = capsys.readouterr().out
+    assert "Kd 99999: in no prepared data set and no run that could be checked\n" in output
+    assert "Remove the users" not in output and len(events(prepared)) == len(ROWS)
 
 
 def test_errors(prepared, tmp_path):
