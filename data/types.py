@@ -94,9 +94,10 @@ class Dataset:
 
 
 def did_you_mean(name: object, known: Iterable) -> str:
-    """Return `, did you mean x?` for the known name closest to `name`, or the empty string."""
-    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
-    return f", did you mean {shown(close[0])}?" if close else ""
+    """Return `, did you mean x?` for the known name closest to `name`, in any case, or the empty string."""
+    names = {str(k).casefold(): str(k) for k in known}
+    close = difflib.get_close_matches(str(name).casefold(), names, n=1)
+    return f", did you mean {shown(names[close[0]])}?" if close else ""
 
 
 def shown(value: object, most: int = 60) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import textwrap
 import types
@@ -16,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from data.errors import ConfigError
 from data.kinds import Kinds
+from data.types import did_you_mean
 from models.attention import ATTENTION_KINDS
 from models.tasks.build import TASK_KINDS
 from training.config import RunConfig
@@ -144,8 +144,7 @@ def as_text(prefix: str, width: int) -> str:
             lines += [f"  {key.name}: {key.default}   ({key.type})"]
             lines += textwrap.wrap(key.meaning, width, initial_indent="      ", subsequent_indent="      ")
     if not lines:
-        near = difflib.get_close_matches(prefix, names, 1)
-        raise ConfigError(f"--keys {prefix}: no key begins with this" + (f", did you mean {near[0]}?" if near else ""))
+        raise ConfigError(f"--keys {prefix}: no key begins with this{did_you_mean(prefix, names)}")
     return "\n".join(lines[1:])
 
 

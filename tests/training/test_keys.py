@@ -67,6 +67,8 @@ def test_keys_of_a_prefix():
     assert "train." not in as_text("eval", 80)
     with pytest.raises(ConfigError, match=r"--keys evla: no key begins with this, did you mean eval\?"):
         as_text("evla", 80)
+    with pytest.raises(ConfigError, match=r"did you mean train\.lr\?"):
+        as_text("TRAIN.LR", 80)
     assert "| `train.lr` | `0.001` | The learning rate. *number, above 0* |" in as_markdown()
 
 

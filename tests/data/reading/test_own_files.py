@@ -138,6 +138,13 @@ def test_separator_beside_a_wrong_column(load):
     assert "no column 'timestamp' (data.columns.timestamp), did you mean timestmp?; it has user, item, t" in message
 
 
+def test_column_in_another_case(load):
+    message = error_of(load, "csv", "KUNDE,ARTIKEL,ZEIT\n1,2,100\n", columns={"user": "KUNDE", "item": "Artikel"})
+    assert "no column 'Artikel' (data.columns.item), did you mean ARTIKEL?" in message
+    message = error_of(load, "csv", "user,item,timestamp,MENGE\n1,2,100,3\n", where="menge > 0")
+    assert "no column 'menge' (data.where), did you mean MENGE?" in message
+
+
 def test_separator_that_is_set(load):
     assert load("csv", ROWS.replace(",", "\t"), separator="tab").num_events == 2
     assert load("csv", 'user#item#timestamp\n"a#b"#2#3\n', separator="#").user_ids.tolist() == ["a#b"]
