@@ -36,7 +36,7 @@ class Reading:
 
     kind: integer, decimal (numbers with a fraction), iso, format (text in `format`) or datetime (a Parquet type); unit:
     s, ms, us or ns, the unit of the resulting numbers since 1970; low: numbers from 10^8 to `low` look like times in
-    another unit, 0 if unknown; format: a polars format, for kind format.
+    another unit, 0 if unknown; format: the user's format, for kind format.
     """
 
     kind: str = "integer"
@@ -85,7 +85,8 @@ def choose(
         kind = "integer" if values.dtype.is_integer() else "decimal"
         return _with_unit(kind, values, named_unit, named_column)
     if format is not None:
-        return Reading("format", "ns", format=polars_format(format))
+        polars_format(format)  # check it
+        return Reading("format", "ns", format=format)
     counts = {
         name: values.str.contains(pattern).sum() or 0
         for name, pattern in (("integer", INTEGER), ("decimal", DECIMAL), ("iso", ISO))
@@ -178,7 +179,7 @@ def from_text(value, reading: Reading):
         number = pl.when(value.str.contains(DECIMAL)).then(bare.str.strip_prefix("+"))
         return number.cast(pl.Decimal(38, 9), strict=False)
     if reading.kind == "format":
-        return _from_format(value, reading.format or "")
+        return _from_format(value, polars_format(reading.format or ""))
     part = value.str.extract_groups(ISO).struct.field
     text = part("date") + "T" + part("minute").fill_null("00:00") + ":" + part("second").fill_null("00")
     seconds = text.str.to_datetime("%Y-%m-%dT%H:%M:%S", strict=False, time_unit="us").dt.epoch("s")
