@@ -17,6 +17,7 @@ from data.types import shown
 
 MAX_ID_LENGTH = 256  # characters; ids are stored at fixed width, so one long id makes the whole column large
 MAX_LIST_LENGTH = 65_536  # characters of a list
+NUMBERS = r"[0-9 +.,eE-]+"
 FLAG = r"^ *\+?[01]$"
 
 
@@ -209,13 +210,22 @@ def _time_problem(value: str, got: str, fmt: RawFormat, reading: Reading, number
             return f"expected a 64-bit integer, got {got}"
     elif number is None and reading.kind == "integer":
         if wrong := _integer_problem(value, got):
-            format = times.format_of(value) if fmt.named_columns else None
-            hint = f"dates like this need data.columns.timestamp_format, for example {format!r}"
-            return f"{wrong} ({hint})" if format else wrong
+            return wrong + _format_hint(value, fmt, reading)
         number = int(value)
     if number is not None and number == number:
         return times.problem(number, reading, fmt.named_columns)
-    return f"expected {reading.expected}{' from 1970 to 2262' if reading.kind in ('iso', 'format') else ''}, got {got}"
+    years = " from 1970 to 2262" if reading.kind in ("iso", "format") else ""
+    return f"expected {reading.expected}{years}, got {got}{_format_hint(value, fmt, reading)}"
+
+
+def _format_hint(value: str, fmt: RawFormat, reading: Reading) -> str:
+    """Return a hint at the option for times in other forms if the value may be one, or the empty string."""
+    if not fmt.named_columns or reading.kind not in times.WRITTEN:
+        return ""
+    if format := times.format_of(value):
+        return f" (dates like this need data.columns.timestamp_format, for example {format!r})"
+    other = re.search("[0-9]", value) and not re.fullmatch(NUMBERS, value) and not re.search(times.ISO, value)
+    return " (times in another form need data.columns.timestamp_format)" if other else ""
 
 
 def _integer_problem(value: str, got: str) -> str | None:

@@ -65,6 +65,38 @@ def test_dates(load, date):
     assert load("csv", text, columns={"timestamp_format": format}).num_events == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "format"),
+    [
+        ("23 Apr 2024", "%d %b %Y"),
+        ("Tue Apr 23 02:33:42 2024", "%a %b %d %H:%M:%S %Y"),
+        ("2024/04/23T02:33", "%Y/%m/%dT%H:%M"),
+    ],
+)
+def test_other_forms_of_times(load, tmp_path, text, format):
+    """The hint is in the error about a column in this form alone, and about one among ISO 8601 (always in Parquet)."""
+    pl.DataFrame({"user": "u", "item": ["i"], "timestamp": text}).write_parquet(tmp_path / "x")
+    for kind, raw in (
+        ("csv", f"{HEADER}u,1,{text}\n"),
+        ("csv", f"{HEADER}u,1,{text}\nu,2,2024-04-23\n"),
+        ("parquet", tmp_path / "x"),
+    ):
+        message = message_of(load, kind, raw)
+        option = advised(message, rf"got '{text}' \(times in another form need data.columns.(\w+)\)")
+    assert load("csv", f"{HEADER}u,1,{text}\n", columns={option: format}).num_events == 1
+    assert load("parquet", tmp_path / "x", columns={option: format}).num_events == 1
+
+
+def test_dates_among_iso_8601(load):
+    text = f"{HEADER}u,1,2024-04-23\nu,2,23.04.2024\n"
+    assert "need data.columns.timestamp_format, for example '%d.%m.%Y'" in message_of(load, "csv", text)
+
+
+@pytest.mark.parametrize("wrong", ["never", "2024-13-45", "1,234", "1e9"])
+def test_no_hint_for_values_in_no_form_of_times(load, wrong):
+    assert "timestamp_format" not in message_of(load, "csv", f'{HEADER}u,1,2024-04-23\nu,2,"{wrong}"\n')
+
+
 @pytest.mark.parametrize("date", ["20240423", "2024042302", "202404230233", "20240423023342"])
 def test_dates_that_are_integers(load, date):
     format = advised(message_of(load, "csv", f"{HEADER}u,1,{date}\n"), 'set it to "(.*?)"')
@@ -218,6 +250,7 @@ def test_options_that_need_others(load, tmp_path):
 
 HINTS = {
     "dates like this need": test_dates,
+    "times in another form need": test_other_forms_of_times,
     'set it to "': test_dates_that_are_integers,
     "write the fraction": test_fractions_of_formats,
     "set data.columns.timestamp_unit": test_units_of_times,
