@@ -121,6 +121,8 @@ def selected(frame, fmt: RawFormat, numbers: tuple[str, ...]):
         return pl.repeat(True, frame.height, eager=True), {}
     if not frame.height:
         return pl.Series([], dtype=pl.Boolean), {}
+    categories = [column for column in frame if column.dtype in (pl.Categorical, pl.Enum)]
+    frame = frame.with_columns(column.cast(pl.String) for column in categories if column.name.startswith(MARK))
     wrong = {}
     for name in numbers:
         column = frame[MARK + name]

@@ -100,6 +100,14 @@ def test_invalid_conditions(load, wrong):
     assert error_of(load, "csv", "user,item,timestamp,n\n1,2,3,4\n", where=wrong).startswith("data.where: ")
 
 
+@pytest.mark.parametrize("kind", [pl.Categorical, pl.Enum(["7", "10", "9"])])
+def test_categories_are_text(load, tmp_path, kind):
+    frame = pl.DataFrame({"user": 1, "item": [1, 2, 3], "timestamp": 5, "c": pl.Series(["7", "10", "9"], dtype=kind)})
+    frame.write_parquet(tmp_path / "x")
+    for where in ("c > '8'", "TRY_CAST(c AS DOUBLE) = 9", "c LIKE '9%'"):
+        assert items(load("parquet", tmp_path / "x", where=where)) == [("1", 3)]
+
+
 def test_other_wrong_conditions(load):
     rows = "user,item,timestamp,num\n1,2,3,4\n"
     assert "raw.txt: no column 'nun' (data.where), did you mean num?" in error_of(load, "csv", rows, where="nun > 3")
