@@ -5,6 +5,7 @@ Requires polars, imported inside the functions that use it.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -31,7 +32,8 @@ def checked_condition(where: str) -> tuple[str, ...]:
     try:
         expression = pl.sql_expr(where)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise DataError(f"{KEY}: {shown(repr(where))} is not a condition: {_line(error)}") from None
+        hint = " (numbers in it have a decimal point)" if re.search("[0-9],[0-9]", where) else ""
+        raise DataError(f"{KEY}: {shown(repr(where))} is not a condition: {_line(error)}{hint}") from None
     names = tuple(dict.fromkeys(expression.meta.root_names()))
     if not names:
         raise DataError(f"{KEY}: {shown(repr(where))} names no column (text is quoted by ', a name by \")")
@@ -75,7 +77,7 @@ def choose_numbers(sample, fmt: RawFormat) -> tuple[str, ...]:
                 return chosen
             except pl.exceptions.PolarsError as error:
                 failure = failure or error
-    raise DataError(f"{KEY}: {_line(failure)}" if failure else f"{KEY}: too many columns")
+    raise _unfit(failure, sample, fmt) if failure else DataError(f"{KEY}: too many columns")
 
 
 def as_number(column, fmt: RawFormat):
@@ -109,6 +111,51 @@ def _evaluated(frame, fmt: RawFormat, numbers: tuple[str, ...]):
     return result.fill_null(False)
 
 
+def _unfit(error: BaseException, frame, fmt: RawFormat) -> DataError:
+    """Return the error for a condition that polars cannot evaluate; it says which columns have the wrong type.
+
+    These are the fewest columns with which it can be evaluated if they are numbers in place of text, or text in place
+    of another type.
+    """
+    import polars as pl
+
+    names, first, message = fmt.where_columns[:MOST_TYPED], frame.head(1), f"{KEY}: {_line(error)}"
+    for count in range(1, len(names) + 1):
+        for chosen in itertools.combinations(names, count):
+            columns = [first[MARK + name] for name in chosen]
+            try:
+                others = [as_number(c, fmt) if c.dtype == pl.String else c.cast(pl.String) for c in columns]
+                _evaluated(first.with_columns(others), fmt, ())
+            except (pl.exceptions.PolarsError, DataError):
+                continue
+            cures = [_cure(name, frame[MARK + name], fmt) for name in chosen]
+            return DataError(": ".join([message, "; ".join(filter(None, cures))]).removesuffix(": "))
+    return DataError(message)
+
+
+def _cure(name: str, column, fmt: RawFormat) -> str:
+    """Return what a column of a condition has and what cures that; the empty string for text that is all numbers."""
+    import polars as pl
+
+    quoted = shown(name if name.isidentifier() else f'"{name}"')
+    if column.dtype != pl.String:
+        kind = f"{quoted} has type {column.dtype.base_type()}: compare it with"
+        if column.dtype.is_temporal():
+            return f"{kind} DATE '2024-04-23'"
+        return f"{kind} numbers without quotes, or as text with CAST({quoted} AS VARCHAR)"
+    values = column.filter(~_missing(column)).str.strip_chars()
+    right = as_number(values, fmt).is_not_null()
+    if len(values) and fmt.kind == "text" and right.all():
+        return ""
+    texts = values if right.all() else values.filter(~right)
+    what = f"is text, like {shown(repr(texts[0]))}" if len(values) else "has no value in the first rows"
+    sign = "," if fmt.decimal == "." else "."
+    as_other = as_number(values, dataclasses.replace(fmt, decimal=sign)).is_not_null()
+    if len(values) and fmt.kind == "text" and as_other.all():
+        return f"{quoted} {what} (set data.decimal to {sign!r})"
+    return f"{quoted} {what}: compare it with text in quotes, or as a number with TRY_CAST({quoted} AS DOUBLE)"
+
+
 def selected(frame, fmt: RawFormat, numbers: tuple[str, ...]):
     """Return (the mask of rows that the condition selects, name of a column -> the mask of its bad values).
 
@@ -123,6 +170,8 @@ def selected(frame, fmt: RawFormat, numbers: tuple[str, ...]):
         return pl.Series([], dtype=pl.Boolean), {}
     categories = [column for column in frame if column.dtype in (pl.Categorical, pl.Enum)]
     frame = frame.with_columns(column.cast(pl.String) for column in categories if column.name.startswith(MARK))
+    categories = [column for column in frame if column.dtype in (pl.Categorical, pl.Enum)]
+    frame = frame.with_columns(column.cast(pl.String) for column in categories if column.name.startswith(MARK))
     wrong = {}
     for name in numbers:
         column = frame[MARK + name]
@@ -131,7 +180,7 @@ def selected(frame, fmt: RawFormat, numbers: tuple[str, ...]):
     try:
         keep = _evaluated(frame, fmt, numbers)
     except pl.exceptions.PolarsError as error:
-        raise DataError(f"{KEY}: {_line(error)}") from None
+        raise _unfit(error, frame, fmt) from None
     for bad in wrong.values():
         keep |= bad
     return keep, wrong

@@ -100,6 +100,52 @@ def test_invalid_conditions(load, wrong):
     assert error_of(load, "csv", "user,item,timestamp,n\n1,2,3,4\n", where=wrong).startswith("data.where: ")
 
 
+MESSY = """user;item;timestamp;price;big;size;note;amount;none
+1;2;3;12,50;1.234,50;n/a;x;2;
+1;3;4;60;7;3;y;3;
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "advice", "cured", "options"),
+    [
+        ("price > 50", "(i32): price is text, like '12,50' (set data.decimal to ',')", "price > 50", {"decimal": ","}),
+        ("amount * price > 99 AND note = 'y'", "cast first: price is text", None, {"decimal": ","}),
+        ("note > 5", "note is text, like 'x': compare it with text in quotes", "note = 'y'", {}),
+        ("size > 1", "is text, like 'n/a': compare it with text in quotes", "TRY_CAST(size AS DOUBLE) > 1", {}),
+        ("size > 1", "or as a number with TRY_CAST(size AS DOUBLE)", "TRY_CAST(size AS DOUBLE) > 1", {}),
+        ("big > 9", "like '1.234,50': compare it with text in quotes", "big = '7'", {}),
+        ("none > 1 OR amount > 2", "(i32): none has no value in", "TRY_CAST(none AS DOUBLE) > 1 OR amount > 2", {}),
+        ("price > 12,5", "(numbers in it have a decimal point)", "price > 12.5", {"decimal": ","}),
+    ],
+)  # fmt: skip
+def test_columns_that_are_text(load, where, advice, cured, options):
+    """An error names the columns that are text and what cures that, and no other columns."""
+    message = error_of(load, "csv", MESSY, where=where)
+    assert advice in message and ": amount" not in message and "; amount" not in message
+    assert load("csv", MESSY, where=cured or where, **options).num_events == 1
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+@pytest.mark.parametrize(
+    ("where", "advice", "cured"),
+    [
+        ("p > 5", "p is text, like '12,50': compare it with text in quotes", "p = '12,50'"),
+        ("c > 6", "c is text, like '6'", "TRY_CAST(c AS DOUBLE) > 6"),
+        ("n = '1'", "n has type Int64: compare it with numbers without quotes", "n = 1"),
+        ("n LIKE '1%'", "or as text with CAST(n AS VARCHAR)", "CAST(n AS VARCHAR) LIKE '1%'"),
+        ("day > '2024-06-26'", "day has type Date: compare it with DATE '", "day > DATE '2024-06-26'"),
+        ("n = '1' AND p > 5", "p is text, like '12,50': compare it with text in quotes", "n = 1 AND p = '12,50'"),
+    ],
+)
+def test_columns_of_another_type_in_parquet(load, tmp_path, where, advice, cured, partitions):
+    frame = {"user": [1, 1], "item": [1, 2], "timestamp": [5, 6], "p": ["12,50", "3"], "n": [1, 2], "c": ["6", "7"]}
+    frame = pl.DataFrame({**frame, "day": [19900, 19901]}).cast({"c": pl.Categorical, "day": pl.Date})
+    frame.write_parquet(tmp_path / "x")
+    assert advice in error_of(load, "parquet", tmp_path / "x", where=where, partitions=partitions)
+    assert load("parquet", tmp_path / "x", where=cured, partitions=partitions).num_events == 1
+
+
 @pytest.mark.parametrize("kind", [pl.Categorical, pl.Enum(["7", "10", "9"])])
 def test_categories_are_text(load, tmp_path, kind):
     frame = pl.DataFrame({"user": 1, "item": [1, 2, 3], "timestamp": 5, "c": pl.Series(["7", "10", "9"], dtype=kind)})
