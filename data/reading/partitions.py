@@ -46,6 +46,7 @@ from data.reading.raw import (
     names_of,
     no_events,
     note_of_actions,
+    notes_of_blanks,
     refuse_duplicates,
     texts_of_actions,
     time_note,
@@ -256,8 +257,11 @@ class _Preparation:
         dropped = sum(in_parallel(lambda number: self._sort(number, bounds, readings, len(pieces)), ranges))
         if self.handling.duplicates == "drop":
             notes.append(duplicates_note(dropped))
+        if texts is not None:
+            notes += notes_of_blanks(texts, "action")
         if names:
             notes.append(note_of_actions(names))
+        notes += users.notes + items.notes
         remaining_users, remaining_items, offsets = self._filter(bounds, len(items.values), options)
         files = {column: self.folder / "columns" / f"{column}.npy" for column in COLUMNS}
         columns = {name: np.load(file, mmap_mode="c") for name, file in files.items() if file.exists()}

@@ -95,6 +95,7 @@ def read_raw(
     if "action" in frame.columns and frame["action"].dtype == pl.String:
         texts = texts_of_actions(frame["action"].value_counts(name="count"), first)
         frame, action_names = frame.with_columns(codes_of_actions(texts)), tuple(texts.to_list())
+        notes += notes_of_blanks(texts, "action")
     elif fmt.action_codes is not None:
         action_names = names_of(fmt.action_codes)
     if action_names:
@@ -102,6 +103,7 @@ def read_raw(
     known_users, known_items = Ids(frame["user"], first, "user"), Ids(frame["item"], first, "item")
     users, items = known_users.codes(frame["user"]), known_items.codes(frame["item"])
     user_ids, item_ids = known_users.values, known_items.values
+    notes += known_users.notes + known_items.notes
     columns = {"user": users, "item": items}
     columns |= {role: frame[role] for role in ("timestamp", "action", *fmt.features) if role in frame.columns}
     frame = pl.DataFrame(columns)
@@ -250,6 +252,24 @@ def note_of_actions(names: tuple[str, ...]) -> str:
     return f"{ACTION_CODES}{', '.join(codes)}{', ...' if len(names) > len(codes) else ''}"
 
 
+def notes_of_blanks(distinct, role: str) -> list[str]:
+    """Return a sentence about ids or text actions that differ only by blanks at their ends, if there are any.
+
+    distinct: the texts, a polars Series; role: user, item or action.
+    """
+    bare = distinct.str.strip_chars()
+    if not (with_blanks := bare != distinct).any():
+        return []
+    alike = distinct.filter(with_blanks & bare.is_duplicated())
+    if not len(alike):
+        return []
+    texts, example = "actions" if role == "action" else f"{role} ids", shown(repr(alike[0]))
+    return [
+        f"{len(alike):,} {texts} equal others up to blanks at their ends, for example {example}: they are different "
+        f"{role}s"
+    ]
+
+
 def names_of(codes: dict[str, int]) -> tuple[str, ...] | None:
     """Return the text of each code, "" for a code without a text, the first one of several texts with the same code.
 
@@ -291,6 +311,7 @@ class Ids:
 
     Attributes:
         values: [n] numpy int64 or str, the id of each number.
+        notes: a sentence about ids that differ only by blanks, if there are any.
     """
 
     def __init__(self, ids, first: RawFile, role: str):
@@ -300,6 +321,7 @@ class Ids:
         if len(distinct) >= 2**31:
             raise DataError(f"{first.name}: expected at most 2147483647 distinct {role} ids, got {len(distinct)}")
         self._text = None
+        self.notes: list[str] = []
         if distinct.dtype == pl.String:
             if (example := mostly_lists(distinct)) is not None:
                 raise DataError(
@@ -310,6 +332,7 @@ class Ids:
             # Ids are integers only if all have the same text as integers: "007" and "7" are different ids.
             if as_int.null_count() or not (as_int.cast(pl.String) == distinct).all():
                 self._text = pl.Enum(distinct)
+                self.notes = notes_of_blanks(distinct, role)
                 self.values = distinct.to_numpy().astype(np.str_)
                 return
             distinct = as_int.sort()

@@ -144,3 +144,21 @@ def test_messy_sources(seed, tmp_path):
 @pytest.mark.parametrize("seed", range(100))
 def test_a_hundred_messy_sources(seed, tmp_path):
     check(1000 + seed, tmp_path)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_texts_that_differ_by_blanks(load, partitions):
+    """Ids and actions stay as they are written, but a note counts those that equal others up to blanks."""
+    rows = ["u,a 1,5,buy", "u,a 1 ,6,buy ", "u, a 1,7,view", "u\u00a0,b ,8,view", "7,b,9,view", "8,c ,9,view"]
+    text = "user,item,timestamp,how\n" + "\n".join(rows) + "\n"
+    options = {"columns": {"action": "how"}, "partitions": partitions, "duplicates": "drop"}
+    dataset = load("csv", text, **options)
+    assert dataset.item_ids.tolist() == [" a 1", "a 1", "a 1 ", "b", "b ", "c "]
+    assert dataset.notes[-4:] == (
+        "1 actions equal others up to blanks at their ends, for example 'buy ': they are different actions",
+        "codes of the actions: view 0, buy 1, buy  2",
+        r"1 user ids equal others up to blanks at their ends, for example 'u\xa0': they are different users",
+        "3 item ids equal others up to blanks at their ends, for example ' a 1': they are different items",
+    )
+    without = text.replace(" ", "").replace("\u00a0", "")
+    assert not any("blanks" in note for note in load("csv", without, **options).notes)
