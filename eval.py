@@ -271,8 +271,8 @@ def item_filter(options: argparse.Namespace, known: Known) -> ItemFilter:
     except FilterError as error:
         raise ConfigError(f"--{error}".replace("at_most", "at-most", 1)) from None
     for name, values in (options.where or {}).items():
-        if unknown := [value for value in values if filters.values("where", name).with_any([value])[1]]:
-            terminal.say(f"--where: no item has the {shown(name)} {', '.join(map(shown, unknown))}")
+        if absent := [value for value in values if filters.values("where", name).with_any([value])[1]]:
+            terminal.say(f"--where: no item has the {shown(name)} {', '.join(map(shown, absent))}")
     if passing.mask is not None and not np.unpackbits(passing.mask, count=filters.num_items, bitorder="little").any():
         raise ConfigError("no item passes --allow, --deny and --where; nothing was written")
     return passing

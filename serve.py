@@ -62,7 +62,8 @@ def open_log(options: argparse.Namespace, recommender: Recommender, interrupts: 
             if stale:
                 terminal.say(f"{path}: {stale:,} events of deleted users were removed")
         except NotStored as fault:
-            terminal.say(f"{path}: {fault}; {stale:,} events of deleted users remain in it until the next start")
+            rest = f"{stale:,} events of deleted users remain" if stale else "replaced lists and features remain"
+            terminal.say(f"{path}: {fault}; {rest} in it until the next start")
     terminal.say(
         f"{recommender.num_users:,} users; {path}: {counts['taken']:,} events"
         + (f", {counts['left_out']:,} of unknown items or actions left out" if counts["left_out"] else "")

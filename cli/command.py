@@ -139,7 +139,7 @@ def train_options(description: str | None, arguments: list[str] | None = None) -
     options = parser.parse_intermixed_args(arguments)
     if options.keys is not None:
         if options.config is not None or options.resume:
-            parser.error("--keys prints the keys of all configurations: leave out the config")
+            parser.error("--keys prints the keys of all configurations: it takes neither a config nor --resume")
         return options
     options.auto = options.resume == Path("auto")
     if options.auto:
@@ -393,7 +393,7 @@ def compare_options(description: str | None, arguments: list[str] | None = None)
     for assignment in options.runs:
         name, equals, folder = assignment.partition("=")
         if not (equals and folder and re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name)):
-            parser.error(f"--runs {assignment}: expected NAME=FOLDER, a NAME of letters, digits, ., _ and -")
+            parser.error(f"--runs {assignment}: expected NAME=FOLDER, a NAME of letters, digits, _, - and later .")
         runs.setdefault(name, []).append(Path(folder))
     options.runs = runs
     return options
@@ -417,7 +417,7 @@ def tune_options(description: str | None, arguments: list[str] | None = None) ->
         if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"--{name}: expected a whole number of at least 1, got {value}")
     if options.hours is not None and not 0 < options.hours < 1e6:
-        parser.error(f"--hours: expected a number above 0, got {options.hours}")
+        parser.error(f"--hours: expected a number above 0 and below 1,000,000, got {options.hours}")
     return options
 
 

@@ -42,7 +42,7 @@ def check_environment(leave: Callable[[int, str], NoReturn]) -> None:
             leave(2, f"error: {name} in the environment: expected 1 to {MOST_THREADS:,}, got {value!r}\n")
     try:
         import torch  # noqa: F401
-    except ImportError:
+    except ModuleNotFoundError:
         leave(1, "error: torch is not installed in this Python; run `make setup`, then `source .venv/bin/activate`\n")
-    except ValueError as error:  # an environment variable such as TORCH_LOGS
+    except (ImportError, ValueError) as error:  # a missing library, or an environment variable such as TORCH_LOGS
         leave(2, f"error: torch cannot be imported: {' '.join(str(error).split())[:200]}\n")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from cli.interrupt import Interrupts, Stopped
 from cli.terminal import terminal
 from data.errors import UserError
+from data.types import shown
 
 
 def run_program(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
@@ -33,7 +34,8 @@ def run_program(work: Callable[[Interrupts], None], quiet: bool = False) -> int:
             if (line := memory_fault(error)) is not None:
                 fail(line)
             elif "WORLD_SIZE" in os.environ and lost_rank(error):
-                fail("another process of this run has ended: torchrun ends the others, or restarts all")
+                reason = shown(str(error).partition("\n")[0], 200)
+                fail(f"communication with another process failed ({reason}): torchrun ends the others, or restarts all")
             elif first_to_fail():
                 raise
     return terminal.end(2)

@@ -24,7 +24,7 @@ def as_polars(frame: Any, name: str):
         (2, 2)
         >>> as_polars(7, "events")
         Traceback (most recent call last):
-        data.types.DataError: events: expected a data frame, got int: ...
+        data.types.DataError: events: no data frame can be made of this int: ...
     """
     import polars as pl
 
@@ -36,7 +36,7 @@ def as_polars(frame: Any, name: str):
         raise DataError(f"{name}: a frame of pandas with text or times needs pyarrow: pip install pyarrow") from None
     except (TypeError, ValueError, pl.exceptions.PolarsError) as error:
         reason = shown(str(error).strip().splitlines()[0], 200)
-        raise DataError(f"{name}: expected a data frame, got {type(frame).__name__}: {reason}") from None
+        raise DataError(f"{name}: no data frame can be made of this {type(frame).__name__}: {reason}") from None
 
 
 def store(frame: Any, name: str, cache_dir: str | Path) -> Path:

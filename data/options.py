@@ -34,12 +34,12 @@ def chosen(value: int | Literal["auto"]) -> int:
     return value
 
 
-def checked_separator(value: object) -> str:
-    """Return the character between the fields of a text file; "tab" gives a tab. DataError for any other value."""
+def checked_separator(value: object, key: str = "data.separator") -> str:
+    """Return the character between the fields of a text file; "tab" gives a tab. Else DataError, which names `key`."""
     text = "\t" if value == "tab" else value
     if not isinstance(text, str) or len(text) != 1 or not text.isascii() or text.isalnum() or text in '"\r\n\0.+-':
         raise DataError(
-            f"data.separator: expected tab or one character that is not part of numbers, got {shown(repr(value))}"
+            f"{key}: expected tab or one ASCII character, no letter, digit, quote, ., + or -, got {shown(repr(value))}"
         )
     return text
 

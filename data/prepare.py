@@ -212,8 +212,9 @@ def _prepare(
         if [check_source(source, fmt_) for source, fmt_ in inputs] != checked:
             raise DataError(f"{sources[0].name}: the source changed while it was being read; try again")
     except OSError as error:
+        fault = "cannot be read" if error.filename else "cannot be read or unpacked"
         raise DataError(
-            f"{shown(error.filename or sources[0].path, 200)}: cannot be read: {error.strerror or error}"
+            f"{shown(error.filename or sources[0].path, 200)}: {fault}: {error.strerror or error}"
         ) from error
     if "features" in recipe:
         plain = {key: value for key, value in recipe.items() if key != "features"}

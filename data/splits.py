@@ -185,8 +185,11 @@ def make_splits(
         )
     for name, part in (("train", train), ("test", test)):
         if part is not None and not len(part):
-            raise DataError(f"{dataset.name}: protocol {protocol} gives no {name} sample: a sample needs an input "
-                            f"and a target ({_reasons(skipped, name)})")  # fmt: skip
+            reasons = _reasons(skipped, name) or f"eval.same_time={same_time}"
+            raise DataError(
+                f"{dataset.name}: protocol {protocol} gives no {name} sample: a sample needs an input and a target "
+                f"({reasons})"
+            )
     return Splits(protocol, train, valid, test, skipped, notes, train_end)
 
 

@@ -41,7 +41,7 @@ def compare_plan(plan: Plan, out: Path, interrupts: Interrupts, parallel: int = 
         print_results(results)
         terminal.say(f"Written: {out}/comparison.json, comparison.csv, report.html")
     if failed:
-        raise TrainingError(f"{len(failed)} of the runs failed: " + "; ".join(f"{name}: {why}" for name, why in failed))
+        raise TrainingError(f"{len(failed)} failed: " + "; ".join(f"{name}: {why}" for name, why in failed))
     return results
 
 

@@ -120,7 +120,7 @@ def runs_in(folder: Path) -> list[Path]:
         places = [folder, *sorted(path.parent for path in folder.glob(f"*/{RESULT}"))]
         places = [place for place in places if is_finished(place)]
     if not places:
-        raise FolderError(f"{shown(folder, 200)}: no finished run (no {RESULT}) in this folder or its subfolders")
+        raise FolderError(f"{shown(folder, 200)}: no finished run in this folder or its subfolders")
     return places
 
 

@@ -157,7 +157,7 @@ def load_space(path: Path) -> Space:
     """Load a search space from a file; ConfigError has a line for each error."""
     tree = parse_yaml(read_config(path), str(path))
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a mapping with space")
+        raise ConfigError(f"{path}: expected a mapping with the key space")
     try:
         space = Space.model_validate(tree)
     except ValidationError as error:

@@ -131,7 +131,7 @@ def open_search(out: Path, path: str, config: RunConfig, space: Space, overrides
     )
     if study.direction is not direction:
         raise ConfigError(
-            f"{out}: an earlier version maximised {config.best_metric}, which is to be minimised: give another --out"
+            f"{out}: its search maximises {config.best_metric}, which is to be minimised: give another --out"
         )
     if not study.get_trials(deepcopy=False) and (default := default_values(path, space, overrides)) is not None:
         study.enqueue_trial(default, user_attrs={"default": True})

@@ -149,6 +149,8 @@ class Contexts:
         """Return the codes [B] of the next events of `count` users, from features known before the user acts."""
         before = {one.name for one in self.known_before(ranking)}
         if wrong := [name for name in features if name not in before]:
+            if not ranking:
+                raise InvalidRequest("features: only a run of task ranking takes features of the next event")
             names = ", ".join(sorted(before)) or "none"
             raise InvalidRequest(
                 f"features: {shown(wrong[0])} is not a feature of events with known=before; the run has {names}"

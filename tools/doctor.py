@@ -115,7 +115,7 @@ def _torchrec() -> str:
 def _cuda() -> str:
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
-        raise RuntimeError("torch sees no GPU: the CPU build of torch, or a driver older than its CUDA")
+        raise RuntimeError("torch sees no GPU: CUDA_VISIBLE_DEVICES, a CPU build, or a driver older than torch's CUDA")
     return f"{torch.cuda.get_device_name()}, capability {torch.cuda.get_device_capability()}"
 
 

@@ -344,7 +344,7 @@ def put(tree: dict, keys: Sequence[str], value: Any) -> None:
         elif isinstance(node, dict):
             node = node.setdefault(part, {})
         else:
-            raise ConfigError(f"{path}: no such key ({part} is not a mapping)")
+            raise ConfigError(f"{path}: no such key ({part} is not in a mapping or list)")
     if isinstance(node, list) and last.isdigit() and int(last) < len(node):
         node[int(last)] = value
     elif not isinstance(node, dict):

@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> dict:
 
 @contextmanager
 def claimed(folder: Path, new: bool, another: bool = False) -> Iterator[Path]:
-    """Claim the folder for this process and yield it; FolderError if another process is training in it.
+    """Claim the folder for this process and yield it; FolderError if another process uses it.
 
     Temporary files of a killed process are removed first. A new folder is created; it is removed at the end if it is
     still empty. The claim ends with the process, even if it is killed. another: if the folder exists, create
@@ -132,7 +132,8 @@ def claimed(folder: Path, new: bool, another: bool = False) -> Iterator[Path]:
     try:
         with access(folder, "written"):
             if new and any(not path.name.startswith(".") for path in folder.iterdir()):
-                raise FolderError(f"{shown(folder, 200)}: already has a run; --resume it or choose another folder")
+                fault = "already has a run; --resume it or" if (folder / "config.yaml").exists() else "is not empty;"
+                raise FolderError(f"{shown(folder, 200)}: {fault} choose another folder")
             for name in FOLDERS:
                 if (folder / name).is_symlink():
                     raise FolderError(f"{shown(folder / name, 200)}: a symbolic link, expected a folder")
@@ -181,7 +182,7 @@ def _lock(folder: Path) -> int:
     except BlockingIOError:
         holder = os.read(handle, 200).decode("utf-8", "replace").strip()
         os.close(handle)
-        raise FolderError(f"{shown(folder, 200)}: another process is training in it ({shown(holder)})") from None
+        raise FolderError(f"{shown(folder, 200)}: another process is using it ({shown(holder)})") from None
     os.truncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return handle

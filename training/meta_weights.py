@@ -46,10 +46,12 @@ def read_meta_checkpoint(path: str | Path) -> dict[str, Tensor]:
         except OSError:
             raise
         except Exception as error:  # torch.load raises exceptions of many types for invalid files
-            raise CheckpointError(f"{shown(path, 200)}: not a torch checkpoint ({shown(error, 200)})") from None
+            raise CheckpointError(
+                f"{shown(path, 200)}: torch.load(weights_only=True) fails ({shown(error, 200)})"
+            ) from None
     state = content.get("model_state_dict", content) if isinstance(content, dict) else None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{shown(path, 200)}: expected a mapping with model_state_dict, names and tensors")
+        raise CheckpointError(f"{shown(path, 200)}: expected a state dict, or one under the key model_state_dict")
     return state
 
 

@@ -372,7 +372,7 @@ def open_weights(
     check_config(facts, run_config, folder, source)
     known = load_vocabulary(folder)
     if known.fingerprint != facts.get("fingerprint"):
-        raise CheckpointError(f"{source}: its training data differ from those in vocabulary/")
+        raise CheckpointError(f"{source}: vocabulary/ belongs to other training data")
     return config, known, weights, source, facts["epoch"]
 
 

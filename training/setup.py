@@ -220,7 +220,7 @@ def _opened(
         check_resumed(last, config, folder, opened=False)
         trained_on, before = load_vocabulary(folder), stored_config(last.config, folder / "checkpoints")
         if trained_on.fingerprint != last.fingerprint:
-            raise CheckpointError(f"{folder}: its training data differ from those in vocabulary/")
+            raise CheckpointError(f"{folder}: the checkpoint and vocabulary/ have different training data")
         moved = moved_data(before, config)
     check_tracking(config)
     begun = None if update is None else begin_update(update, config)

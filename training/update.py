@@ -59,7 +59,9 @@ def updated_config(folder: Path, overrides: list[str]) -> RunConfig:
     before, config = (load_config(folder / "config.yaml", options) for options in ([], overrides))
     check_updated(before, config, folder)
     if config.parallel.distributed_step or config.parallel.context > 1:
-        raise ConfigError("--update runs in one process: parallel.data=1 parallel.embedding=replicated")
+        raise ConfigError(
+            "--update runs in one process: parallel.data=1 parallel.context=1 parallel.embedding=replicated"
+        )
     length = {"epochs": config.train.update.epochs, "steps": None}
     return config.model_copy(update={"train": config.train.model_copy(update=length)})
 
@@ -157,8 +159,8 @@ def load_all_rows(config: RunConfig, missing: DataError, ranks: Ranks | None) ->
         return load_data(config, **others)
     except DataError as error:
         raise DataError(
-            f"{missing}; data.where may leave them out, which can be checked only in raw files that can be read "
-            f"without it: {error}"
+            f"{missing}; perhaps data.where leaves them out: that can be checked only in raw files, and reading them "
+            f"without data.where failed: {error}"
         ) from None
     finally:
         if ranks is not None and ranks.first:

@@ -70,7 +70,7 @@ def warm_start(model: SequenceModel, config: RunConfig, vocabulary: Vocabulary, 
     facts, source = final_facts(folder)
     source_vocabulary = load_vocabulary(folder)
     if source_vocabulary.fingerprint != facts.get("fingerprint"):
-        raise CheckpointError(f"{source}: its training data differ from those in vocabulary/")
+        raise CheckpointError(f"{source}: vocabulary/ belongs to other training data")
     if config.model.action_embedding and vocabulary.action_names != source_vocabulary.vocabulary.action_names:
         names, ours = (
             shown(", ".join(one.action_names or ["numbers"]), 200) for one in (source_vocabulary.vocabulary, vocabulary)

@@ -131,7 +131,9 @@ def format_of(entity: str, file: FeatureFile) -> RawFormat:
     if not fmt.named_columns:
         return fmt
     if file.separator is not None:
-        fmt = dataclasses.replace(fmt, separator=checked_separator(file.separator), detect_separator=False)
+        fmt = dataclasses.replace(
+            fmt, separator=checked_separator(file.separator, f"{fmt.section}.separator"), detect_separator=False
+        )
     fmt = dataclasses.replace(fmt, columns={ID[entity]: file.id or ID[entity]})
     columns = file.others if isinstance(file, ItemFile) else file.columns or {}
     return with_features(file.format, fmt, columns, f"{key}.columns")

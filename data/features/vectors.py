@@ -101,7 +101,7 @@ def open_parquet(source: RawFile, feature: str, column: str, option: str) -> Vec
         raise DataError(f"{source.name}: not a readable Parquet file: {reason}") from error
     width = lengths.drop_nulls().mode().sort()
     if not len(width) or width[0] == 0:
-        raise DataError(f"{source.name}, column {shown(column)}: no row has a vector")
+        raise DataError(f"{source.name}, column {shown(column)}: no vectors, or most are empty (write null for none)")
     if len(wrong := (lengths != width[0]).arg_true()):
         raise DataError(
             f"{source.name} row {wrong[0] + 1}, column {shown(column)}: expected {width[0]} numbers, as in the other "

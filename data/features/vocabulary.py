@@ -128,11 +128,10 @@ def grown(fitted: FeatureVocabulary, known: FeatureVocabulary, place: np.ndarray
     """
     forms = [_forms(these) for these in (known, fitted)]
     if forms[0] != forms[1]:
-        other = next(iter([one for one in forms[1] if one not in forms[0]] + forms[0]))
-        raise DataError(
-            f"data.features: {shown(other[1])} of {other[0]} ({other[2]}): "
-            "expected the same features in the run and the data"
-        )
+        only = [one for one in forms[1] if one not in forms[0]]
+        entity, name, kind = (only or [one for one in forms[0] if one not in forms[1]])[0][:3]
+        where = "the data, not in the run" if only else "the run, not in the data"
+        raise DataError(f"data.features: {shown(name)} of {entity} ({kind}) is in {where}")
     features = []
     for old, one in zip(known.features, fitted.features):
         values = old.values if one.kind == "number" else np.union1d(old.values, one.values)

@@ -32,7 +32,7 @@ def checked_condition(where: str) -> tuple[str, ...]:
     try:
         expression = pl.sql_expr(where)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        hint = " (numbers in it have a decimal point)" if re.search("[0-9],[0-9]", where) else ""
+        hint = " (write numbers in it with a decimal point: 12.5)" if re.search("[0-9],[0-9]", where) else ""
         raise DataError(f"{KEY}: {shown(repr(where))} is not a condition: {_line(error)}{hint}") from None
     names = tuple(dict.fromkeys(expression.meta.root_names()))
     if not names:
@@ -168,8 +168,6 @@ def selected(frame, fmt: RawFormat, numbers: tuple[str, ...]):
         return pl.repeat(True, frame.height, eager=True), {}
     if not frame.height:
         return pl.Series([], dtype=pl.Boolean), {}
-    categories = [column for column in frame if column.dtype in (pl.Categorical, pl.Enum)]
-    frame = frame.with_columns(column.cast(pl.String) for column in categories if column.name.startswith(MARK))
     categories = [column for column in frame if column.dtype in (pl.Categorical, pl.Enum)]
     frame = frame.with_columns(column.cast(pl.String) for column in categories if column.name.startswith(MARK))
     wrong = {}

@@ -33,7 +33,7 @@ def _walk(folder: Path, root: Path, ending: str, read: set[Path]) -> Iterator[Pa
             continue
         if stat.S_ISDIR(_mode(path)):
             if (real := path.resolve()) in read:
-                raise DataError(f"{shown(path, 200)}: a link to a folder that is already read")
+                raise DataError(f"{shown(path, 200)}: a folder that is already read by another name, through a link")
             read.add(real)
             yield from _walk(path, root, ending, read)
         else:
@@ -128,8 +128,8 @@ def _mode(path: Path) -> int:
 def _regular(path: Path, read: set[Path]) -> Path:
     """Add a file to `read` and return its path; DataError if it is not a file, or links to one that is already read."""
     if not stat.S_ISREG(_mode(path)):
-        raise DataError(f"{shown(path, 200)}: neither a file nor a folder")
+        raise DataError(f"{shown(path, 200)}: not a regular file")
     if (real := path.resolve()) in read:
-        raise DataError(f"{shown(path, 200)}: a link to a file that is already read")
+        raise DataError(f"{shown(path, 200)}: a file that is already read by another name, through a link")
     read.add(real)
     return path

@@ -229,6 +229,8 @@ def with_options(name: str, fmt: RawFormat, columns: Columns | dict | None, sepa
     """Return the format with the user's columns and separator; DataError if these are fixed or wrong."""
     if separator is not None:
         if not fmt.detect_separator:
+            if fmt.kind != "text":
+                raise DataError(f"data.separator: files of format {name} have no separator")
             raise DataError(f"data.separator: the separator of {name} is fixed; use format csv to set it")
         fmt = dataclasses.replace(fmt, separator=checked_separator(separator), detect_separator=False)
     if not columns:

@@ -27,7 +27,7 @@ def read_header(source: RawFile, fmt: RawFormat) -> list[str]:
     if not fmt.quoting:
         return line.split(fmt.separator)
     if line.count('"') % 2:
-        raise DataError(f"{source.name} line 1: a quote that is never closed")
+        raise DataError(f"{source.name} line 1: a quote that this line does not close")
     return split_row(line, fmt)
 
 
@@ -49,7 +49,7 @@ def first_line(source: RawFile, fmt: RawFormat) -> bytes:
         if line.startswith(b"PAR1"):
             f.seek(-4, os.SEEK_END)
             if f.read() == b"PAR1":  # the magic bytes at both ends
-                raise DataError(f"{source.name}: this is a Parquet file; set data.format to parquet")
+                raise DataError(f"{source.name}: this is a Parquet file; set {fmt.section}.format to parquet")
     if len(line) > fmt.longest_row:
         raise DataError(f"{source.name} line 1: longer than {fmt.longest_row:,} bytes")
     return line

@@ -117,7 +117,9 @@ def _read(source: RawFile, fmt: RawFormat, first: int = 0, rows: int | None = No
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError) as error:
         with literal(source.path) as file:
             if file.read(4) != b"PAR1":
-                raise DataError(f"{source.name}: not a Parquet file; for text set data.format to csv") from error
+                raise DataError(
+                    f"{source.name}: not a Parquet file; for text set {fmt.section}.format to csv"
+                ) from error
         reason = shown((str(error).strip() or type(error).__name__).splitlines()[0], 200)
         raise DataError(f"{source.name}: not a readable Parquet file: {reason}") from error
     by_place = dict(zip(chosen, frame.get_columns()))

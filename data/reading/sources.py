@@ -80,9 +80,8 @@ def find_sources(name: str, fmt: RawFormat, path: str | Path | None) -> tuple[li
     path: the file, its folder, or, for csv and parquet, a folder of files or a pattern. DataError if nothing matches.
     """
     if not path:
-        raise DataError(
-            f"{fmt.path_option}: format {name} needs the path of {fmt.files[0]} or of its folder{_fetch(fmt)}"
-        )
+        file = fmt.files[0].removeprefix("**/")
+        raise DataError(f"{fmt.path_option}: format {name} needs the path of {file} or of its folder{_fetch(fmt)}")
     path = local_path(path, fmt.path_option)
     try:
         return _find(fmt, path)

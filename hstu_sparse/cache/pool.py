@@ -351,11 +351,11 @@ class PagePool:
             used = numbers[:, sinks:][columns < length[:, None]]
             if len(used) and not least <= int(used.min()) <= int(used.max()) < self.num_pages:
                 raise ValueError(
-                    f"pages must be from 0 to {self.num_pages - 1}, got {int(used.min())} to {int(used.max())}"
+                    f"pages must be from {least} to {self.num_pages - 1}, got {int(used.min())} to {int(used.max())}"
                 )
             rows = numbers[:, 0][length > 0]
             if sinks and len(rows) and not least <= int(rows.min()) <= int(rows.max()) < self.num_sequences:
-                raise ValueError(f"pages[:, 0] must be rows of sinks, from 0 to {self.num_sequences - 1}")
+                raise ValueError(f"pages[:, 0] must be rows of sinks, from {least} to {self.num_sequences - 1}")
 
     # Files.
 

@@ -195,6 +195,7 @@ def _choose_backend(backend: str, q: torch.Tensor, op: str) -> tuple[bool | None
 
 
 def _check_hopper(q: torch.Tensor, v: torch.Tensor, bias: RelativeBias, mask: Mask) -> None:
+    from hstu_sparse.core.launch import architecture
     from hstu_sparse.dense.configs import hopper_available, hopper_supports
     from hstu_sparse.tiles.assembly import PROVEN_TRITON
 
@@ -206,4 +207,9 @@ def _check_hopper(q: torch.Tensor, v: torch.Tensor, bias: RelativeBias, mask: Ma
         got = f"{q.dtype}, D = {q.shape[2]}, V = {v.shape[2]}"
         raise ValueError(f"backend='hopper' takes fp16 or bf16 heads, D = V = 64, 128 or 256, got {got}")
     if not hopper_available(q.device):
-        raise ValueError(f"backend='hopper' needs sm_90 and Triton {' or '.join(PROVEN_TRITON)}, got {q.device}")
+        got = str(q.device)
+        if q.is_cuda:
+            import triton
+
+            got = f"sm_{architecture(q.device)} and Triton {triton.__version__}"
+        raise ValueError(f"backend='hopper' needs sm_90 and Triton {' or '.join(PROVEN_TRITON)}, got {got}")

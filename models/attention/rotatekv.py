@@ -45,10 +45,7 @@ class RotateKVAttention(HSTUAttention):
 
         def check_model(self, sizes: LayerSizes) -> None:
             super().check_model(sizes)
-            try:
-                hstu_sparse.RotateKVCache.check(sizes.num_heads, sizes.attention_dim, **self.cache_options())
-            except ValueError as error:
-                raise ValueError(f"head_group={self.head_group}: {error}") from None
+            hstu_sparse.RotateKVCache.check(sizes.num_heads, sizes.attention_dim, **self.cache_options())
 
         def check_heads(self, sizes: LayerSizes, ranks: int) -> None:
             super().check_heads(sizes, ranks)
@@ -67,10 +64,10 @@ class RotateKVAttention(HSTUAttention):
 
     def paged(self) -> PagedForm:
         if self.config.bits == 3:
-            raise ValueError("has bits=3, but pages take 2, 4 or 8 bits")
+            raise ValueError("has bits=3, but serving takes 2, 4 or 8")
         codes = self.config.cache_options()
         if sparsity := codes.pop("sparsity"):
-            raise ValueError(f"has sparsity={sparsity}, which pages do not support")
+            raise ValueError(f"has sparsity={sparsity}, which cannot be served")
         return self.biased_form(codes={"dtype": torch.float32, **codes})
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, AuxLosses]:

@@ -122,7 +122,7 @@ class Task:
             data = run.data
             if data.format in FORMATS and data.format not in self.formats:
                 raise ValueError(
-                    f"task.kind={self.kind} does not support data.format={data.format}: task recall needs format recall"
+                    f"task.kind={self.kind} does not support data.format={data.format}: both must be recall, or neither"
                 )
             if data.protocol not in self.protocols:
                 expected = ", ".join(self.protocols)

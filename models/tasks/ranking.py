@@ -141,7 +141,7 @@ class Ranking(Task):
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(f"actions: expected each name once, got {', '.join(twice)} twice")
             if self.experts and not self.hidden_dim:
-                raise ValueError("experts: expected hidden_dim, the size of the experts, got 0")
+                raise ValueError("experts: needs hidden_dim, the size of the experts")
             if self.layout != "targets" and self.num_targets != type(self).model_fields["num_targets"].default:
                 raise ValueError(f"num_targets is for layout=targets, got layout={self.layout}")
             return self

@@ -91,8 +91,10 @@ class EventLog(LogReader):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             os.close(file)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise LogError(f"{shown(self.path, 200)}: another process is using this log") from None
         return file
 

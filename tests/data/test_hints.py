@@ -257,7 +257,7 @@ HINTS = {
     "timestamp_format for text: give one": test_units_of_times,
     " (set ": test_decimal_signs,
     "if the file has another encoding": test_encodings_and_formats,
-    "set data.format to": test_encodings_and_formats,
+    "a Parquet file; ": test_encodings_and_formats,
     "use format csv or parquet": test_encodings_and_formats,
     "use format csv to set it": test_encodings_and_formats,
     "did you mean": test_names,
@@ -286,6 +286,8 @@ NO_HINTS += (
     "needs timestamps, and this source has none",
     "unknown data set",
     "write the cache",
+    "(write null for none)",
+    "(write numbers in it with a decimal point",
 )
 ADVICE = re.compile(
     r"\b(set (it|its|data|timestamp)\b|set $|give (the|one)|did you mean|to fetch it|unpack it|pip install|"

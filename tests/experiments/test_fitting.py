@@ -136,7 +136,7 @@ def test_a_list_of_floats_is_a_vector():
          r"events\.parquet row 1, column sku: the value is missing"),
         (lambda pl, f: f.drop("sku"), {}, r"events\.parquet: no column 'sku'"),
         (lambda pl, f: f.clear(), {}, "events: the frame has no rows"),
-        (lambda pl, f: 7, {}, "events: expected a data frame, got int"),
+        (lambda pl, f: 7, {}, "events: no data frame can be made of this int"),
         (lambda pl, f: f.with_columns(at=pl.Series([object()] * len(f), dtype=pl.Object)), {},
          "events, column at: expected numbers, text or times"),
         (lambda pl, f: "orders.csv", {}, r"orders\.csv: no such file"),

@@ -503,7 +503,7 @@ def _together(case, stopped: Path, expected: dict) -> list[Case]:
             time.sleep(0.001)
         verdicts.sort()
         print(*verdicts, sep="\n")
-        assert sum("another process is training in it" in line for line in verdicts) == 1, verdicts
+        assert sum("another process is using it" in line for line in verdicts) == 1, verdicts
         return 0
 
     def halted(folder: Path) -> int:
@@ -517,7 +517,7 @@ def _together(case, stopped: Path, expected: dict) -> list[Case]:
         (folder / "go").touch()
         first.wait()
         print(second.output)
-        assert "another process is training in it" in second.output
+        assert "another process is using it" in second.output
         return 0
 
     same = lambda folder, output: differs(folder / "run", expected)

@@ -145,7 +145,7 @@ def check_existing_runs(place):
     assert (same["ratio"], same["low"], same["high"], same["p"]) == (1, 1, 1, 1)
     os.remove("out/bsa/seed-1/judged.npz")
     for arguments, message in (
-        (["--runs", "a=out/dense", "b=nowhere"], "nowhere: no finished run (no result.json)"),
+        (["--runs", "a=out/dense", "b=nowhere"], "nowhere: no finished run in this folder or its subfolders"),
         (["--runs", "a=out/dense", "b=out/bsa"], "judged.npz: cannot be read: No such file"),
         (["--runs", "a=out/dense"], "expected at least two settings or runs to compare, got 1"),
     ):
@@ -157,7 +157,7 @@ def test_a_failing_setting_is_named_and_the_others_finish(place):
     write_plan("{train.lr: 1e30, train.clip_norm: null}")
     done = run("plan.yaml", "--out", "out", "--seeds", "1")
     assert done.returncode == 2 and place.launched == ["dense, seed 1", "bsa, seed 1", "dense, speed"]
-    assert "1 of the runs failed: bsa, seed 1: error: the loss is nan" in done.stderr
+    assert "1 failed: bsa, seed 1: error: the loss is nan" in done.stderr
     assert "<dd>error: the loss is nan" in Path("out/report.html").read_text()
     (dense,), (failed,) = (results()[0][key] for key in ("settings", "failed"))
     assert dense["name"] == "dense" and failed["run"] == "bsa, seed 1"

@@ -169,7 +169,7 @@ def test_without_a_validation_split(place, override, complaint):
         ({"space": {"data.path": {"choices": [1]}}}, "space.data.path: cannot be searched"),
         ({"space": {"train.lr": {"choices": [1]}}, "fixed": {"train.lr": 1}}, "fixed.train.lr: is also in space"),
         ({"spaces": {}}, "spaces: unknown key, did you mean space?"),
-        ([], "expected a mapping with space"),
+        ([], "expected a mapping with the key space"),
     ],
 )
 def test_invalid_spaces(tmp_path, space, complaint):

@@ -332,4 +332,4 @@ def test_prepared_data_cannot_show_what_a_condition_leaves_out(shop, tmp_path, c
     (prepared,) = (tmp_path / "cache").glob("csv-*")
     line = refuses(tmp_path, capsys, train.main, "--update", shop / "run", f"data.path={prepared}")
     assert "3 of the 200 events of the run are missing" in line
-    assert "data.where may leave them out, which can be checked only in raw files" in line
+    assert "perhaps data.where leaves them out: that can be checked only in raw files" in line

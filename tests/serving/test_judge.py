@@ -94,7 +94,7 @@ def test_refused(options, message, tmp_path_factory):
 
 
 def test_kind_refuses_heads_when_the_configuration_is_loaded():
-    with pytest.raises(ValueError, match=r"head_group=2: the Hadamard transform needs .* D=16 or D=32"):
+    with pytest.raises(ValueError, match=r"the Hadamard transform needs .* D=16 or D=32"):
         make_config(ROTATE, embedding_dim=50)
 
 

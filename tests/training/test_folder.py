@@ -34,11 +34,14 @@ def test_one_process_at_a_time_has_the_folder(tmp_path):
     folder = tmp_path / "run"
     with claimed(folder, new=True):
         write_file(folder / "config.yaml", "x")
-        with pytest.raises(FolderError, match=rf"another process is training in it \(process {os.getpid()} on"):
+        with pytest.raises(FolderError, match=rf"another process is using it \(process {os.getpid()} on"):
             claimed(folder, new=False).__enter__()
     with claimed(folder, new=False):
         pass
     with pytest.raises(FolderError, match="already has a run"), claimed(folder, new=True):
+        pass
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(FolderError, match="is not empty; choose another folder"), claimed(tmp_path, new=True):
         pass
 
 

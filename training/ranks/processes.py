@@ -57,8 +57,8 @@ class Ranks:
         self.world = self.data * self.context
         if started != self.world:
             raise ConfigError(
-                f"{'parallel' if self.distributed_step else 'parallel.context'}: expected {self.world} process(es), "
-                f"got {started}: start the run by torchrun --nproc-per-node {self.world} train.py ..."
+                f"parallel.data={p.data}, parallel.context={p.context}: need {self.world} process(es), got {started}; "
+                f"set parallel.data=auto, or start the run by torchrun --nproc-per-node {self.world} train.py ..."
             )
         if self.world == 1 and not self.distributed_step:
             return

@@ -228,5 +228,5 @@ def test_vectors_of_items_that_are_not_in_new_data_are_kept(with_vectors):
     assert not rows[[1, 2]].any()  # in the new data, without a vector there
     narrow = with_vectors(VECTORS[:, :2], unknown="add")
     narrow = fit_features(narrow, narrow.user_offsets[1:], options)
-    with pytest.raises(DataError, match=r"title of items .vector of 2.: expected the same features"):
+    with pytest.raises(DataError, match=r"title of items .vector of 2. is in the data, not in the run"):
         grown(narrow, known.features, np.arange(6))

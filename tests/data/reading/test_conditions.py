@@ -116,7 +116,7 @@ MESSY = """user;item;timestamp;price;big;size;note;amount;none
         ("size > 1", "or as a number with TRY_CAST(size AS DOUBLE)", "TRY_CAST(size AS DOUBLE) > 1", {}),
         ("big > 9", "like '1.234,50': compare it with text in quotes", "big = '7'", {}),
         ("none > 1 OR amount > 2", "(i32): none has no value in", "TRY_CAST(none AS DOUBLE) > 1 OR amount > 2", {}),
-        ("price > 12,5", "(numbers in it have a decimal point)", "price > 12.5", {"decimal": ","}),
+        ("price > 12,5", "(write numbers in it with a decimal point: 12.5)", "price > 12.5", {"decimal": ","}),
     ],
 )  # fmt: skip
 def test_columns_that_are_text(load, where, advice, cured, options):

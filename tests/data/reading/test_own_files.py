@@ -151,7 +151,7 @@ def test_separator_that_is_set(load):
     assert "no column 'user'" in error_of(load, "csv", ROWS, separator=";")
     assert "the separator of ml-1m is fixed" in error_of(load, "ml-1m", "1::2::3::4\n", separator=";")
     for wrong in ("", ",,", "a", "1", '"', "\n", "é", ".", 3):
-        with pytest.raises(DataError, match="expected tab or one character"):
+        with pytest.raises(DataError, match="expected tab or one ASCII character"):
             checked_separator(wrong)
 
 

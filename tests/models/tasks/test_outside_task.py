@@ -108,7 +108,7 @@ def test_service_error_has_its_name(place):
         ),
         (
             "data.format=recall",
-            f"task.kind={KIND} does not support data.format=recall: task recall needs format recall",
+            f"task.kind={KIND} does not support data.format=recall: both must be recall, or neither",
         ),
         ("eval.best_metric=NDCG@10", "eval.best_metric: NDCG@10 is none of accuracy"),
         ("task.wieght=2.0", "task.wieght: unknown key, did you mean weight?"),

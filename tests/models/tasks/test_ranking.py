@@ -187,7 +187,7 @@ def test_the_loss_is_the_mean_over_scored_events_by_hand():
         ("model.head={kind: mol}", "model.head: not supported by task.kind=ranking, leave it out"),
         ("eval.best_metric=NDCG@10", "eval.best_metric: NDCG@10 is none of auc, gauc"),
         ("model.max_seq_len=1", "model.max_seq_len: expected at least 2, the tokens of an event, got 1"),
-        ("task.experts=2", "experts: expected hidden_dim, the size of the experts, got 0"),
+        ("task.experts=2", "experts: needs hidden_dim, the size of the experts"),
         ("task.num_targets=3", "num_targets is for layout=targets, got layout=interleaved"),
         (
             f"task={json.dumps(TARGETS | {'num_targets': 40})}",
