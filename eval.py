@@ -215,7 +215,8 @@ def recommend(
 ) -> None:
     """Write each user's top-k next items after the whole history, as serve.py recommends them.
 
-    The items pass the filters; those of the history are left out unless `eval.filter_seen` is `none`.
+    The items pass the filters. Those of the history are left out according to --exclude-seen, by default unless
+    `eval.filter_seen` is `none`.
     """
     interrupts.stage = "preparing the data; nothing was written"
     trained_on = known

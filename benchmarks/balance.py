@@ -63,7 +63,7 @@ def drawn(lengths: np.ndarray, size: int, seed: int, epochs: int):
 
 
 def described(imbalances: list) -> dict:
-    """Return the mean and the maximum, [batches, 2], of batches that are balanced and divided round-robin."""
+    """Return the mean and the maximum over batches of imbalances [batches, 2], balanced and divided round-robin."""
     columns = zip(("balanced", "in turn"), np.array(imbalances).T)
     return {name: {"mean": round(values.mean(), 4), "most": round(values.max(), 4)} for name, values in columns}
 

@@ -3,8 +3,8 @@
     python benchmarks/baselines.py time [--events N] [--users N] [--items N] [--ease-items N]
     python benchmarks/baselines.py compare FORMAT PATH      needs: pip install rectools implicit
 
-`time` prints the seconds and the peak memory of fitting the baselines, EASE only up to --ease-items, without the search
-of settings.
+`time` prints the seconds and the peak memory of fitting the baselines, without the search of settings, for --items
+items and then for --ease-items; EASE is fitted only to catalogues of at most 10,000 items.
 `compare` prints the greatest differences of scores. The definitions agree except for this:
 
 - item-kNN: implicit weighs each event of a history by 1, here older events weigh less; the comparison sets the decay

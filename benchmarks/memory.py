@@ -37,7 +37,7 @@ def measure(folder: Path, out: Path) -> None:
     for setting in sorted(path for path in folder.iterdir() if path.is_dir()):
         try:
             runs = runs_in(setting)
-        except FolderError as error:  # An interrupted or failed run is left out; the other runs are judged.
+        except FolderError as error:  # a setting without a finished run is left out; the others are judged
             print(error, file=sys.stderr)
             continue
         for run in runs:

@@ -314,7 +314,7 @@ def table(source: Path) -> None:
 def plot(source: Path, target: Path) -> None:
     """Plot a group of stacked bars for each N, one bar a kind; the line above is the step's time.
 
-    Records with a `note` were disturbed: no line. Bars of over three times the median are cut, their time beside them.
+    Records with a `note` were disturbed: no line. Bars of over three times the median are cut, their time in them.
     """
     import matplotlib
 

@@ -4,7 +4,8 @@
     python benchmarks/prepare.py --rows 100000000 --users 10000000 --items 10000000 --partitions 8
 
 With --users the file is a log, its rows in the order of time. The program prints one JSON line. The preparation runs in
-a separate process, on at most two threads, so that nothing else counts in its peak memory. `peak_rss_gib` includes the
+a separate process, so that nothing else counts in its peak memory; polars has two threads there, and with --partitions
+the preparation has up to four of its own. `peak_rss_gib` includes the
 pages of mapped files, which the system takes back when it needs them; `peak_anonymous_gib` does not. `disk_gib` is the
 largest size of the folder, without the ratings file.
 """

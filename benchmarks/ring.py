@@ -15,8 +15,8 @@ One causal sequence, bf16. Errors are measured at --check tokens, against fp64; 
 BOUNDS, or above twice that of SDPA on one GPU, the exit code is 1. Rank 0 prints a JSON line for each case; times are
 medians over calls, from a barrier to the end of the slowest rank. `efficiency` is the time of the same attention on
 one GPU divided by W times the time of the ring (our attention for ours, SDPA for the ring of SDPA). `extra_memory` is a
-rank's peak memory, including inputs, divided by 1/W of the peak of one GPU with the whole sequence, minus 1 (not with
---graph, since a graph keeps its memory). Letters: N tokens, W ranks, H heads, D head size.
+rank's peak memory, including inputs, divided by 1/W of the peak of one GPU with the whole sequence, minus 1
+(without meaning with --graph, since a graph keeps its memory). Letters: N tokens, W ranks, H heads, D head size.
 """
 
 import functools
@@ -204,7 +204,7 @@ def timed(step, arguments, group=None) -> dict:
 
 
 def traced(step, path, group) -> tuple[dict, list[str]]:
-    """Trace one step to `path`; return the division of its time, and a line for each of its kernels.
+    """Trace two steps to `path`; return the division of the second one's time, and a line for each of its kernels.
 
     The parts, in milliseconds: communication (`hidden` is its share during which an attention kernel runs), attention
     kernels, other kernels, idle (no kernel runs), and host, the time until the last kernel is queued.

@@ -2,10 +2,11 @@
 
     python benchmarks/slides.py [--seconds 10] [--users 64] [--model 4x256-4096] [--device cuda]
 
-The model thread of the service gets requests at fixed times, whether or not earlier ones are answered: `single`, in
-turn an event and a list of a user chosen at random; `all`, an event of every user, then a list for each. Every user's
-window slides once, at times spread over the run. Each result is a line of JSON, on standard output and in the file
---out: the median and p99 of milliseconds from a request's time to its answer, and their ratio.
+The model thread of the service gets requests at fixed times: `single`, in turn an event and a list of a user chosen at
+random, whether or not earlier ones are answered; `all`, an event of every user and, once these events are answered, a
+list for each user. Every user's window slides once, at times spread over the run. Each result is a line of JSON, on
+standard output and in the file --out: the median and p99 of milliseconds from a request's time to its answer, and their
+ratio.
 """
 
 import sys

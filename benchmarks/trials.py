@@ -194,8 +194,9 @@ class State:
     def better_values(self) -> dict[str, int]:
         """Return, for each option, the value with the best mean effect on the logarithm of the trials' metrics.
 
-        Trials are compared at the last epoch that every trial ended by the deadline has reached. Trials with less than
-        half of the median number of epochs do not count. A value replaces the first one if its effect is over WORTH.
+        Trials are compared at the last epoch that every trial ended by the deadline has reached. Trials that did not
+        end by themselves do not count with less than half of the median number of epochs. A value replaces the first
+        one if its effect is over WORTH.
         """
         curves = [(trial.point, points, whole) for trial, points, whole in self.curves if points and not trial.more]
         if not curves:

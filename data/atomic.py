@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of a rename to a path that exists
-ATTEMPTS = 10  # a rename fails only if another process replaces the same folder at the same moment
+ATTEMPTS = 10  # after the first, a rename fails only if another process replaces the same folder at that moment
 
 
 @contextlib.contextmanager

@@ -394,7 +394,8 @@ def _check_first_row(format: str) -> Callable[[Path], None]:
 def download(name: str, to: str | Path, *, url: str | None = None, progress: bool = True) -> Path:
     """Download and unpack the data set `name` (a key of SOURCES) below `to`; return its folder, a data.path.
 
-    url: another address of the same file. Nothing is downloaded if the folder exists. DownloadError on any failure.
+    url: another address of the same file. Nothing is downloaded if the folder exists or, for a single .csv file, that
+    file. DownloadError on any failure.
     """
     if name not in SOURCES:
         raise DownloadError(f"unknown data set {name!r}; known: {', '.join(SOURCES)}")

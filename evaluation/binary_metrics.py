@@ -74,8 +74,9 @@ def user_values(probabilities: np.ndarray, labels: np.ndarray, users: np.ndarray
 
     The AUC over all events is not a mean over users. A user's value is therefore the AUC plus U times the user's
     influence on it (Obuchowski, Nonparametric analysis of clustered ROC curve data, Biometrics 53, 1997): if users are
-    resampled, the mean of the values changes as the AUC does, to first order. The other metrics are ratios of sums over
-    users and have values of the same kind. Calibration has none, since its best value is 1.
+    resampled, the mean of the values changes as the AUC does, to first order. gauc and log_loss are ratios of sums
+    over users and have values of the same kind; normalized_entropy has those of log_loss divided by the entropy of all
+    labels. Calibration has none, since its best value is 1.
     """
     _, user = np.unique(users, return_inverse=True)
     count = int(user.max()) + 1

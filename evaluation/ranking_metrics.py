@@ -67,7 +67,7 @@ def is_metric(name: str) -> bool:
 
 
 def cutoff(name: str) -> int:
-    """Return the k of a metric's name; without one, a number above any rank."""
+    """Return the k of a metric's name; without one, a number above any rank but REMOVED."""
     _, at, k = name.partition("@")
     return int(k) if at else int(REMOVED) - 1
 

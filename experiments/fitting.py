@@ -138,7 +138,7 @@ def fit(
 
     Raises:
         ConfigError: an option is wrong, or differs from that of the run in the folder; the message names it.
-        DataError: the data are wrong, and the message names the row and column; or the run in the folder has others.
+        DataError: the data are wrong (the message names the row and column), or not those of the run in the folder.
         FolderError: another process trains in the folder, or it cannot be written.
         KeyboardInterrupt: on Ctrl-C, after the state of the training is saved.
 

@@ -128,7 +128,7 @@ def _read(plan: Path | Mapping[str, Any], where: str) -> PlanFile:
 def _setting(
     file: PlanFile, name: str, changed: dict[str, Any], quick: bool, overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """Return the configuration of a setting, with the base's seed."""
+    """Return the configuration of a setting, with seed 0; its runs have the plan's seeds."""
     base = changed.pop("base", file.base)
     if base is None:
         raise ConfigError("base: missing; expected the YAML file of a run, in the setting or the plan")

@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A job that ended with an error; reason: the last line of its log."""
+    """A job that ended with an error; reason: the result of `last_line`."""
 
     name: str
     reason: str

@@ -36,8 +36,8 @@ class InputEmbedding(nn.Module):
 
     Tables are initialised truncated normal, with a standard deviation of 0.02 for items and actions and of E ** -0.5
     for positions. (The published HSTU then draws positions again, as Xavier normal; no better: docs/learned.md.)
-    With features, the rows of items without a training event are zero and not trained. With an `id_dropout` of 1 items
-    have no rows.
+    With features of items, rows of items without a training event are zero and not trained. With an `id_dropout` of 1
+    items have no rows.
     """
 
     added: Tensor | None  # [M, E], the representations of items that `add_items` added

@@ -248,7 +248,7 @@ def training_loss(
 
     Args:
         config: the loss.
-        out: [T, E] fp32, L2-normalised; with any norm if `takes_kernel` is true.
+        out: [T, E] fp32, L2-normalised; fp32 or bf16, with any norm, if `takes_kernel` is true.
         item_weight: [I, E].
         share: the targets and negatives.
         dtype: the dtype of matrix products on a GPU; by default the table's.

@@ -1,9 +1,9 @@
 """Run the model on cached pages of keys and values: bring users' pages up to date and answer requests.
 
 A user's pages hold all tokens of the window except the last one, whose query time is the time of the next event or
-request. A request runs the last token at the request's time and does not change the pages; for ranking, the candidates
-follow after it. If features of users are tokens, they come first and are written together, since they attend to one
-another.
+request. A request runs the last token at the request's time and leaves the tokens in the pages as they are. For
+ranking, that token is written after them, for this request only, and the candidates attend to it. If features of users
+are tokens, they come first and are written together, since they attend to one another.
 
 Letters: B users, T new tokens, E embedding size, M candidates of a user.
 """

@@ -2,8 +2,9 @@
 
 python -m tools.forget USER [USER ...] [--data .cache] [--runs runs]
 
-Ids are texts, as in the data. An id that is in no prepared data and no run is named; if none is in any, the exit status
-is 2. This does not change the raw data, nor the users of a service (DELETE /users/USER).
+Ids are texts, as in the data. The program names each id that it finds neither in prepared data nor in a run; if it
+finds none of the ids, the exit status is 2. This does not change the raw data, nor the users of a service
+(DELETE /users/USER).
 """
 
 from pathlib import Path

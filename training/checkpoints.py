@@ -1,9 +1,9 @@
 """Save and load the checkpoints of a run, in the same format for one process and for many ranks.
 
 A checkpoint is a folder `step-00001234` of torch.distributed.checkpoint. It has the weights of training, their averages
-and the optimiser's state. A single process also saves the state of its random generators; with several ranks, each step
-sets the seeds (training/ranks/step.py). Tensors are stored whole by name: any number of ranks can read them, with any
-sharding of the item table. state.json has the progress and the checksum of every file. The folder is written
+and the optimiser's state, and the state of torch's generators unless each step sets the seeds
+(`Ranks.distributed_step`, training/ranks/step.py). Tensors are stored whole by name: any number of ranks can read them,
+with any sharding of the item table. state.json has the progress and the checksum of every file. The folder is written
 atomically; several ranks write it in the background.
 """
 
@@ -241,7 +241,7 @@ class Checkpoints:
     def load(self, seed: int = 0) -> Progress:
         """Load the last checkpoint into model, table, optimiser, average and torch's generators; return its progress.
 
-        If the checkpoint has no state of the generators, since several ranks wrote it, they are seeded by `seed` and
+        If the checkpoint has no state of the generators, since each step set the seeds, they are seeded by `seed` and
         the step. CheckpointError if the checkpoint is missing, damaged, not valid or of another model.
         """
         folders = checkpoints(self.run)

@@ -84,7 +84,7 @@ def read_tensors(source: Path, tensors: dict[str, Any]) -> None:
 
 
 def sharded(table: ShardedTable, mesh: DeviceMesh, local: Tensor) -> Tensor:
-    """Return a DTensor with `local`, [rows, columns] or [rows], as this rank's shard; a table_wise tensor unchanged.
+    """Return a DTensor with `local`, [rows, columns] or [rows], as this rank's shard; table_wise: `local` as a matrix.
 
     If `local` is [rows], one number for each row, a column-wise DTensor has one column for each rank.
     """

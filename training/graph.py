@@ -31,7 +31,8 @@ def captures(config: RunConfig, by_heads: bool) -> bool:
 def padded_tokens(tokens: int) -> int:
     """Round T up to one of eight sizes for each power of two, so that few graphs suffice for all batches.
 
-    The result is never 0: with tokens of padding, a rank without sequences has the same gradients as the others.
+    The result is never 0: with tokens of padding, a rank without sequences has gradients of the same parameters as the
+    others.
     """
     return max(1, -(-tokens // _granule(tokens))) * _granule(tokens)
 

@@ -31,7 +31,8 @@ CHUNK = 2**23  # bootstrap weights drawn at a time
 class Comparison(NamedTuple):
     """The ratio of two settings' means, its 95% interval, and the two-sided p value for a ratio of 1; NaN if unknown.
 
-    seeds: whether the interval includes the variation between seeds, which needs at least two runs of each setting.
+    seeds: whether the interval includes the variation between seeds, which needs at least two runs of each setting,
+    unless both have the same runs.
     """
 
     ratio: float
@@ -91,7 +92,8 @@ def log_ratio(
 ) -> tuple[np.ndarray, Error]:
     """Return the logarithm of the ratio of the means of ours [..., S, M] and theirs [..., R, M], and its error.
 
-    same_runs: whether row i of both is the same trained model, evaluated in two ways, so that seeds add no variance.
+    same_runs: whether row i of both is the same trained model, evaluated in two ways; the variance due to seeds is then
+    that of the rows' differences, 0 for a single row.
     The result is infinite or NaN if a mean is 0, over all users or over a draw of them.
     """
     if ours.shape[:-2] != theirs.shape[:-2] or ours.shape[-1] != theirs.shape[-1]:
@@ -132,7 +134,7 @@ def user_draws(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndar
 
     The samples are the same for the same seed and M. A user's weight in a sample is Poisson distributed with mean 1, so
     that users can be processed in parts. If there are more than MOST_DRAWN users, they are randomly divided into groups
-    of equal size, and groups are sampled instead.
+    whose sizes differ by at most one, and groups are sampled instead.
     """
     rng = np.random.default_rng(seed)
     flat, sizes = values.reshape(-1, values.shape[-1]), np.ones(values.shape[-1])

@@ -20,8 +20,8 @@ SHIPPED = {file.stem: file for file in (Path(__file__).resolve().parents[1] / "c
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 with numbers of YAML 1.2: `1e-3` is a number; `1:30`, `010` and `0b10` are text.
 
-    These are errors: a repeated key, a key that is not text, a tag, deep nesting, a value that contains itself, and an
-    invalid number or date such as 2024-13-01.
+    These are errors: a repeated key, a key that is a list or a mapping, a tag, deep nesting, a value that contains
+    itself, and an invalid number or date such as 2024-13-01.
     """
 
     depth = 0

@@ -41,7 +41,8 @@ class ItemFeatureOptions(FeatureOptions):
     """`category`: one value, text or an integer; `list`: any number of them; `number`: a number, cut into quantiles;
     `vector`: a list of numbers, of the same length for all items."""
     path: str | None = Field(None, min_length=1)
-    """The .npy file with the vectors, one in each row; if absent, they are in a column of the Parquet file."""
+    """The .npy file with the vectors, one in each row; if absent, they are in the file of items: in a column of a
+    Parquet file, or the whole .npy file."""
     ids: str | None = Field(None, min_length=1)
     """The file with the items' ids in the order of the vectors, .npy or text, one id per line; if absent,
     `NAME.ids.npy` or `NAME.ids.txt` next to `NAME.npy`."""

@@ -59,7 +59,7 @@ class KnownFeature:
 class FeatureVocabulary:
     """The features of a trained model.
 
-    features   the features of items, users and events with a table, in this order
+    features   the features with a table, in the order of the data set: those of events, items, users
     calendar   the parts of an event's time that are features: hour, weekday
     item_rows  (offsets [I+1], table rows [S] int64) of each feature of items
     trained    [I] bool, True for items with a training event; None without features of items

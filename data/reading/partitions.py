@@ -8,7 +8,8 @@ The result is bit-identical to that of raw.py and filtering.py. A folder next to
     columns      the data after the filter, in the layout of the cache
 
 Each folder appears whole or not at all, so that an interrupted preparation continues after the last one. Memory holds
-one piece at a time or, for each core, one range; in addition, the id of each user and item, with 8 more bytes for each.
+two pieces while they are read, later one piece or range for each core; in addition, the id of each user and item, with
+8 more bytes for each.
 
 Letters: E events, U users of a range, K ranges.
 """

@@ -121,7 +121,7 @@ def _strictly(data: bytes, fmt: RawFormat, names: Names, readings: Readings, bad
 
 
 def with_separator(source: RawFile, fmt: RawFormat) -> tuple[RawFormat, list[str]]:
-    """Return (the format with this file's separator, a sentence if it differs from the format's separator)."""
+    """Return (the format with this file's separator, notes: one if a detected separator differs from the format's)."""
     if fmt.separator == " " and not fmt.named_columns:
         tabs = b"\t" in first_line(source, fmt)
         return dataclasses.replace(fmt, separator="\t" if tabs else " "), []
@@ -177,7 +177,7 @@ def require_columns(source: RawFile, fmt: RawFormat, present: list) -> None:
 def text_readings(sources: list[RawFile], fmt: RawFormat) -> Readings:
     """Choose the readings from the first rows of the files, MOST_SAMPLES at most, that have the right number of fields.
 
-    The order of the files does not matter.
+    All of these files count, the first one most: its sample is up to 16 times as large as those of the others.
     """
     import polars as pl
 

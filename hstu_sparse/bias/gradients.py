@@ -68,7 +68,7 @@ class TableGradients(NamedTuple):
     position, time      [copies, positions or buckets], fp32 or int64; None for an absent table
     unit                the unit of int64 sums, one fp32 number; None for fp32 sums
     positions, buckets  the number of entries of a copy
-    norms               the argument of `exact_scale`, if programs sum in shared memory first
+    norms               the argument of `exact_scale`, if the terms are scaled to integers
     means_factor        the factor of `scale` for mean keys in the time table's histogram (bsa)
     """
 

@@ -138,8 +138,8 @@ def _sum_assembly(pack: int, past_edge: bool, exact: bool, row_bytes: int) -> st
     """Return assembly that sums `pack` values and adds the sum times a scale to a cell of the histogram.
 
     past_edge: sum only the values at or past an edge, and subtract the sum from the cell of the previous bucket.
-    Operands: pack / 4 unused results, then for each value the cell, the value, the scale and, with past_edge, the
-    arguments of `buckets.past_edge`.
+    Operands: pack / 4 unused results, then the cells of all values, all values, a scale for each and, with past_edge,
+    the first and then the second argument of `buckets.past_edge` for each.
     """
     cell, value, scale, resident, streamed = (pack // 4 + pack * i for i in range(5))
     lines = [".reg .f32 s<4>, t;", ".reg .b32 n;", *(f"mov.f32 s{i}, 0f00000000;" for i in range(4))]

@@ -53,8 +53,9 @@ POSITION_COPIES, TIME_COPIES = tl.constexpr(16), tl.constexpr(64)
 class Side(NamedTuple):
     """The queries or the keys of a tile.
 
-    token, place  the index of the first one in the batch, and its position in its sequence
-    lane          [BM] or [BN] int64, the distance of each from the first one
+    token, place  the index of an origin in the batch, and its position in the sequence: the first one if they are
+                  consecutive, token 0 for gathered queries
+    lane          [BM] or [BN] int64, the distance of each from the origin
     """
 
     token: tl.tensor

@@ -8,9 +8,9 @@ channel. A page belongs to one sequence, so that a sequence grows without moving
 
 The channels of a head group are cut into blocks of at most 64. The codes of a token's block are packed in 32-bit words:
 each plane of bits by itself (a code of 3 bits has a plane of 2 bits and one of 1 bit), in chunks of up to 4 words.
-Channel ((chunk * fields + field) * words + word) * 2 + half is at bit half * 16 + field * plane of its word, so that a
-thread that unpacks a word gets pairs of neighbouring channels, as tensor cores take them, without an exchange between
-threads.
+With w words in a chunk and f codes in each half of a word, channel ((chunk * f + field) * w + word) * 2 + half is at
+bit half * 16 + field * p of its word, for a plane of p bits. So a thread that unpacks a word gets pairs of neighbouring
+channels, as tensor cores take them, without an exchange between threads.
 
 If keys are pruned, the codes of the kept channels of a token are packed in order; all tokens keep the same number.
 """

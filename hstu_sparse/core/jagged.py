@@ -158,7 +158,7 @@ def masked_product(weights: torch.Tensor, values: torch.Tensor, hidden: torch.Te
     0 times NaN is NaN. If values are `readable`, a non-finite value reaches only the rows in which it is not hidden.
     """
     bmm = weights.dim() == values.dim() == 3 and weights.shape[0] == values.shape[0]
-    out = torch.bmm(weights, values) if bmm else weights @ values  # see hstu_attention_reference
+    out = torch.bmm(weights, values) if bmm else weights @ values  # see `_attend` in dense/reference.py
     if not readable(values) or values.detach().sum().isfinite():  # a finite sum has finite terms
         return out
     wrong = ~values.isfinite()

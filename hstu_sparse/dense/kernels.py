@@ -389,8 +389,9 @@ def dense_attention_bwd_dkv_kernel(
             begin_row // BLOCK_M,
         )  # fmt: skip
         full = tl.load(tiles.runs + slot)
-    # Loops: 0 near blocks (without times all blocks before `full`), 1 (with times) other blocks that need a mask,
-    # 2 blocks that need no mask, 3 the sequence's end, 4 context queries that see everything.
+    # Loops: 0 near blocks (without times all blocks before `full`), 1 (with times) further blocks up to the last that
+    # needs a mask or is not narrow, 2 blocks that need no mask (with times narrow ones), 3 the sequence's end,
+    # 4 context queries that see everything.
     wide = tl.minimum(full, end)
     near_end = tl.minimum(wide, begin_row + NEAR * BLOCK_M) if kind.HAS_TIME else wide
     front = 0

@@ -66,7 +66,7 @@ def _kind(
     """Return an attention kernel's constants. `as_rows` pads the heads. form: HAS_TARGETS, HAS_WINDOW, EXTENSION."""
     targets, window, more = form
     size, value_size = cdiv(d, 16) * 16, cdiv(v, 16) * 16
-    # fp32 tiles must be wider than high: see `bwd_dq_config`.
+    # The fp32 tiles of the kernel of dq, 16 rows high, must be wider than high: see `bwd_dq_config`.
     least = 32 if features.dtype == torch.float32 else 16
     context, sees_all, group, prefix = more or Extension(False, False, 1, 0)
     return Kind(

@@ -13,8 +13,8 @@ candidate, set if it was chosen. The nodes of the last row are 0, 1, ..., the pa
 Candidate c is child c % r of parent c // r; all parents except the last have all their children. If a tile holds only
 SIBLINGS, children of one parent, its keys are already rotated to their positions in the tile (`pooling.py`). The query
 is then rotated by C - 1 - c0, since scores depend only on differences of positions. From tile to tile this position
-changes by BN: 16-bit queries are rotated by this step in registers (STEPPED). Without SIBLINGS keys are stored rotated
-by c % r, and each tile of keys is rotated further by c // r * r.
+changes by BN: 16-bit queries with D up to 64 are rotated by this step in registers (STEPPED). Without SIBLINGS keys
+are stored rotated by c % r, and each tile of keys is rotated further by c // r * r.
 
 The backward pass may compute the table again, with the same bits: whatever a compiler could contract to a fused
 multiply-add is written as one.

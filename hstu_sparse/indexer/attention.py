@@ -11,7 +11,8 @@ bias is computed once for all heads. Scores are in units of log 2.
 Several key heads are supported only with shared choices. The rows are multiplied with the keys of one key head after
 another, with zeros in the rows of other heads, so that choice and bias are read once for all key heads.
 
-dk, dv and the tables' gradients are summed by atomic additions: D + V for each pair of a query and a key.
+dk, dv and the tables' gradients are summed by atomic additions. A program first sums over the rows of its tile: for
+dk and dv there are D + V additions for each key that it reads and each key head.
 """
 
 from typing import NamedTuple

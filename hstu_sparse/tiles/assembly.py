@@ -26,7 +26,9 @@ def proven(device: torch.device) -> bool:
 
 @triton.jit
 def look_up(table, index, ASM: tl.constexpr):
-    """Load table[index] (fp32 or int32) for a tile of indices, in the tile's own layout; int32 indices must be >= 0.
+    """Load table[index] for a tile of indices, in the tile's own layout.
+
+    table: fp32, or int32 with int64 indices. int32 indices must be >= 0.
 
     An ordinary load gets another layout, and converting a tile from there to the tensor cores' layout costs more than
     the load. An elementwise operation keeps its operand's layout.

@@ -52,7 +52,7 @@ class HierarchicalTreeAttention(FewKeys):
         def for_model(self, sizes: LayerSizes) -> Self:
             """Resolve `auto`: usually a node has 16 children, and 16 tokens share a choice.
 
-            top_k is limited so that a query attends to at most three quarters of the longest sequence as single tokens.
+            Unless it is 1, top_k lets a query attend to at most 3/4 of the longest sequence as single tokens.
             """
             rate, top_k, group = self.compression_rate, self.top_k, self.selection_group
             if rate == "auto":

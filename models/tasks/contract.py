@@ -103,7 +103,7 @@ class Task:
             return None
 
         def judged_by(self) -> dict[str, Any]:
-            """Return the options that must be equal to compare runs: all except those of training."""
+            """Return the options that must be equal to compare runs; by default all."""
             return self.model_dump(mode="json")
 
         def metric_names(self) -> list[str]:

@@ -219,7 +219,8 @@ class Worker(threading.Thread):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the model's outputs for lists and for scores, computed in one pass.
 
-        The pass also brings the pages of `stale` users up to date. (None, None) if each request has to run alone.
+        The pass also brings the pages of `stale` users up to date. (None, None) if nothing is computed
+        here: for a ranking run, without checked requests, or if the pages of all users do not fit.
         """
         list_requests = [part for *_, parts in lists for part in parts if isinstance(part, UserRequest)]
         checked = [*list_requests, *(one for _, one, _ in scores)]

@@ -25,7 +25,7 @@ def zipped(*members: tuple[object, bytes], method: int = zipfile.ZIP_STORED) -> 
 
 
 def tarred(*members: tuple[str, bytes, str]) -> bytes:
-    """Return a tar archive of members (name, type, content or the target of a link)."""
+    """Return a tar archive of members (name, type, target of a link or "")."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as t:
         for name, kind, link in members:
@@ -51,7 +51,7 @@ CENTRAL = ONE.index(b"PK\1\2")
 DEFLATED = zipped(("top/x", b"abc" * 9000), method=zipfile.ZIP_DEFLATED)
 TOP, FILE, GOOD_TAR = ("top", tarfile.DIRTYPE, ""), tarfile.REGTYPE, None
 GOOD_TAR = tarred(TOP, ("top/x", FILE, ""))
-OUTSIDE = "../../outside"  # a path outside of the archive's folder and of the case's folder
+OUTSIDE = "../../outside"  # from the temporary folder: next to the folder to unpack to
 # Archives: (name, content, expected end). No file may be written outside of the folder, and no link may be left.
 ARCHIVES: list[tuple[str, bytes, str]] = [
     ("good.zip", ONE, WORKS),

@@ -100,8 +100,8 @@ BAD_CSV_ROWS = {
 }
 NO_TIMES = 'data.columns={timestamp:""}'
 Content = str | bytes | Callable[[Path], None]
-# (format, name, content, expected end, overrides). If a case works, the data set has FACTS, or the facts in place of
-# WORKS.
+# (format, name, content, expected end, overrides). The expected end is ERROR, or the numbers of users, items and events
+# that the data set must have, such as FACTS.
 CASES: list[tuple[str, str, Content, object, str]] = [
     *[("ml-100k", name, with_row(T, row), ERROR, "") for name, row in BAD_ROWS.items()],
     *[("csv", name, csv(row), ERROR, "") for name, row in BAD_CSV_ROWS.items()],

@@ -52,7 +52,7 @@ def make_jagged(
 
 
 def make_timestamps(lengths: Sequence[int], *, device="cpu", seed: int = 0, scale: float = 4e4) -> torch.Tensor:
-    """Return [T] int64 seconds, ascending within each sequence, gaps log-distributed from a second to days."""
+    """Return [T] int64 seconds, ascending within each sequence, gaps log-distributed from 1 to `scale` seconds."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.zeros(0, dtype=torch.int64)]
     for length in lengths:

@@ -24,7 +24,7 @@ SORTING = 6  # int64 per id that are allocated while ids are sorted and counted 
 
 
 class ImaginedRanks(Ranks):
-    """The first of several ranks, without a process group; sequences are not divided."""
+    """The first of several ranks, without a process group; no sequence is shared by several ranks."""
 
     def __init__(self, data: int, world: int, distributed_step: bool = True):
         self.distributed_step, self.context, self.data, self.world = distributed_step, 1, data, world

@@ -36,7 +36,10 @@ class Rows(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A rank's share of the loss and, if the table is sharded, the rows; competing items then are indices into them."""
+    """A rank's share of the loss and, if the table is sharded, the rows.
+
+    With negatives, targets and negatives are then indices into the rows.
+    """
 
     share: Share
     rows: Rows | None = None
@@ -68,7 +71,7 @@ def prepare(model: SequenceModel, config: LossConfig | None, bases: Tensor, batc
 
 
 def look_up(embedding: InputEmbedding, batch: Batch, share: Share) -> Prepared:
-    """Look up the rows of inputs, targets and negatives; each distinct row is requested once."""
+    """Look up the rows of inputs and, if there are any, of negatives and their targets; each distinct row once."""
     assert embedding.sharded is not None
     targets, drawn = share.targets, share.drawn
     ids_to_look_up = [batch.item_ids]

@@ -24,13 +24,15 @@ from hstu_sparse.core.validation import check_kernel
 from hstu_sparse.tiles.rows import Rows, as_rows
 
 BIAS_BLOCK = 256  # positions of a program of `candidate_bias_kernel`
-# Programs have 64, or 128, new tokens if a sequence has at least this many on average.
+# The mean numbers of new tokens of a sequence from which programs may have 64 of them (fp32: 32), and 128.
 MIN_QUERIES_64, MIN_QUERIES_128 = 8, 48
 
 
 @configuration
 def tile(dtype: torch.dtype, width: int, coded: bool, queries: int, simple: bool) -> LaunchConfig:
-    """Return the configuration: BQ new tokens and R positions of a program, programs per multiprocessor of an H200.
+    """Return the configuration: BQ rows and R positions of a program, programs per multiprocessor of an H200.
+
+    `attend` divides BQ by the number of heads of a program, so that it counts new tokens.
 
     Args:
         width: the larger head size, padded.

@@ -177,8 +177,8 @@ def rotatekv_compress(
     Raises:
         TypeError, ValueError: with the expected and the actual value. On a CPU, and elsewhere with HSTU_SPARSE_DEBUG=1,
             ValueError is raised for keys (after the rotation) and values that are too large for fp16 scales and zeros,
-            or all so small that their scales would be rounded to 0. Without this check large ones are
-            clamped, and small ones are restored as the zero of their group.
+            or all so small that fp16 is too coarse for their scales. Without
+            this check large ones are clamped, and the smallest ones are restored as the zero of their group.
 
     NaN is restored as NaN, but `RotateKVCache.save` raises ValueError for it. The error of a group of very small
     numbers, next to groups of larger ones, is up to (2^bits - 1) * 2^-25.

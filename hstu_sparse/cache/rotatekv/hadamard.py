@@ -59,7 +59,7 @@ def _forward(x):
     check_kernel("hadamard_transform", x, {})
     n = x.shape[-1]
     if factors(n)[0] > 1 and x.dtype != torch.float32:
-        check_products("hadamard_transform", torch.bfloat16)  # the outer product of 16-bit rows
+        check_products("hadamard_transform", torch.bfloat16)  # 16-bit rows: the product with OUTER's matrix in bf16
     x = x.contiguous()
     out = torch.empty_like(x)
     total = x.numel()
